@@ -1,0 +1,158 @@
+"""From row.json and steps.jsonl files to the table, the text, the database and the charts."""
+
+import sqlite3
+
+import polars as pl
+import pytest
+
+from workflow_scripts.lib import comparison
+from workflow_scripts.lib.jsonl import write_json, write_jsonl
+from workflow_scripts.lib.rows import ROW_FIELDS, make_row
+from workflow_scripts.plot_runs import plot_runs
+from workflow_scripts.summarize_present import summarize_present
+
+OK = {
+    "study": "s",
+    "engine": "torch",
+    "device": "cpu",
+    "dtype": "float32",
+    "model": "tiny",
+    "context": 256,
+    "variant": "seed0",
+    "recipe": "matched",
+    "status": "ok",
+    "optimizer_steps": 3,
+    "tokens_per_s": 1234.5,
+    "supervised_tokens_per_s": 321.0,
+    "peak_process_bytes": 512_000_000,
+    "val_loss_before": 9.8765,
+    "val_loss": 5.4321,
+    "val_token_accuracy": 0.25,
+    "wall_seconds": 12.3,
+    "examples_sha256": "e",
+    "chip": "Chip",
+    "os": "Linux",
+    "versions": {"torch": "2", "python": "3.11"},
+}
+
+
+def write_run(results, backend, steps=3, **changes):
+    row = make_row(OK, {"backend": backend}, changes)
+    folder = results / "runs" / backend / row["model"] / str(row["context"]) / row["variant"]
+    write_json(folder / "row.json", row)
+    write_jsonl(
+        folder / "steps.jsonl",
+        (
+            {
+                "step": number,
+                "loss": 9.0 - number,
+                "token_accuracy": 0.1,
+                "learning_rate": 1e-3,
+                "grad_norm": 1.0,
+                "seconds": 0.5,
+                "tokens": 100,
+                "supervised_tokens": 30,
+                "padded_tokens": 28,
+                "device_bytes": None,
+            }
+            for number in range(1, steps + 1)
+        ),
+    )
+    return folder.relative_to(results / "runs").as_posix()
+
+
+@pytest.fixture
+def results(tmp_path):
+    write_json(
+        tmp_path / "sessions/stats.json",
+        {
+            "files": 4,
+            "sessions": 5,
+            "conversations": 6,
+            "supervised_turns": 70,
+            "lines_read": 800,
+            "lines_rejected": 9,
+        },
+    )
+    return tmp_path
+
+
+def test_row_has_every_field_in_order_and_refuses_unknown_status():
+    assert tuple(make_row({"status": "ok"})) == ROW_FIELDS
+    with pytest.raises(ValueError, match="'fine' is none of ok"):
+        make_row({"status": "fine"})
+
+
+def test_summary_of_present_runs_names_the_missing(results):
+    runs = [
+        write_run(results, "torch"),
+        write_run(results, "mlx-4bit", engine="mlx", bits=4, val_loss=None, status="diverged",
+                  reason="loss nan at step 2"),
+        "mlx-16bit/tiny/256/seed0",
+    ]  # fmt: skip
+    text_file = summarize_present("s", str(results), runs)
+    text = text_file.read_text("utf-8")
+    assert "# Study s: 2 runs, 1 ok" in text
+    assert "- mlx-16bit/tiny/256/seed0" in text
+    assert "diverged. loss nan at step 2" in text
+    assert "lines rejected: 9" in text
+    table = pl.read_csv(results / "present/summary.csv")
+    assert table.columns == list(ROW_FIELDS)
+    assert table["val_loss"].to_list() == [5.4321, None]
+    for name in ("loss", "speed", "memory", *runs[:2]):
+        assert (results / f"present/plots/{name}.svg").read_text("utf-8").startswith("<svg")
+
+
+def test_no_run_yet_says_where_to_look(results):
+    with pytest.raises(FileNotFoundError, match="no run of the study has ended yet; see"):
+        summarize_present("s", str(results), ["torch/tiny/256/seed0"])
+
+
+def test_database_answers_questions_over_runs_and_steps(results):
+    runs = [write_run(results, "torch"), write_run(results, "mlx", steps=5, engine="mlx")]
+    summarize_present("s", str(results), runs)
+    connection = sqlite3.connect(results / "present/study.sqlite")
+    counts = connection.execute(
+        "SELECT backend, count(*), max(step) FROM runs JOIN steps USING (run) GROUP BY run"
+    ).fetchall()
+    assert counts == [("torch", 3, 3), ("mlx", 5, 5)]
+    types = dict(connection.execute("SELECT name, type FROM pragma_table_info('runs')"))
+    assert (types["context"], types["val_loss"], types["backend"]) == ("INTEGER", "REAL", "TEXT")
+    assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+
+
+def test_main_table_has_units_variants_and_three_digits(results):
+    runs = [write_run(results, "torch"), write_run(results, "torch", variant="hot", context=512)]
+    table = comparison.read_rows([results / "runs" / run / "row.json" for run in runs])
+    text = comparison.markdown_table(comparison.named(table, comparison.MAIN))
+    heading, rule, first, second = text.splitlines()
+    assert "process peak (MB)" in heading
+    assert "variant" in heading
+    assert len({len(line) for line in (heading, rule, first, second)}) == 1
+    assert " 9.88 " in first
+    assert " 1,230 " in first
+    assert " 25.0 " in first
+    assert " hot " in second
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.01234, "0.0123"), (9.999, "10.0"), (99.94, "99.9"), (123.4, "123"),
+     (1234567.0, "1,230,000"), (-5.4321, "-5.43"), (0.00001234, "0.0000123"), (1.0, "1.00")],
+)  # fmt: skip
+def test_three_digits(value, text):
+    assert comparison.three_digits(value) == text
+
+
+def test_broken_row_names_the_file(results):
+    write_json(results / "row.json", {"study": "s"})
+    with pytest.raises(ValueError, match=r"row\.json: fields missing from the row: backend"):
+        comparison.read_rows([results / "row.json"])
+
+
+def test_charts_of_a_study_without_a_successful_run(results, tmp_path):
+    run = results / "runs" / write_run(results, "torch", steps=0, status="unavailable", **{
+        "tokens_per_s": None, "peak_process_bytes": None})  # fmt: skip
+    files = [str(tmp_path / f"{name}.svg") for name in ("loss", "speed", "memory", "run")]
+    plot_runs([str(run / "row.json")], [str(run / "steps.jsonl")], *files[:3], files[3:])
+    assert "No run has logged a step yet." in (tmp_path / "loss.svg").read_text("utf-8")

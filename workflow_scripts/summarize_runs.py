@@ -1,0 +1,54 @@
+"""One table over all runs, as CSV, as text for people, and with every step as a database."""
+
+from collections.abc import Sequence
+
+from workflow_scripts.lib import joblog
+from workflow_scripts.lib.comparison import read_rows, summary_text
+from workflow_scripts.lib.database import write_database
+from workflow_scripts.lib.jsonl import atomic_writer, read_json
+
+
+def summarize_runs(
+    study: str,
+    row_files: Sequence[str],
+    steps_files: Sequence[str],
+    sessions_stats_file: str,
+    table_file: str,
+    text_file: str,
+    database_file: str,
+    missing: Sequence[str] = (),
+) -> None:
+    """Write summary.csv, summary.md and study.sqlite from the files of the runs.
+
+    `row_files` and `steps_files` stand in the same order, that of the study's grid; `missing` names
+    the runs of the grid that have no row yet.
+    """
+    table = read_rows(row_files)
+    stats = read_json(sessions_stats_file)
+    counts = {
+        "session files": stats["files"],
+        "sessions": stats["sessions"],
+        "conversations": stats["conversations"],
+        "supervised assistant turns": stats["supervised_turns"],
+        "lines read": stats["lines_read"],
+        "lines rejected": stats["lines_rejected"],
+    }
+    with atomic_writer(table_file) as file:
+        file.write(table.write_csv())
+    with atomic_writer(text_file) as file:
+        file.write(summary_text(study, table, counts, missing))
+    write_database(database_file, table, steps_files)
+    joblog.say(f"{table.height} runs, {len(missing)} missing")
+
+
+if __name__ == "__main__" and "snakemake" in globals():
+    with joblog.to_file(snakemake.log[0]):
+        summarize_runs(
+            study=snakemake.params.study,
+            row_files=snakemake.input.rows,
+            steps_files=snakemake.input.steps,
+            sessions_stats_file=snakemake.input.stats,
+            table_file=snakemake.output.table,
+            text_file=snakemake.output.text,
+            database_file=snakemake.output.database,
+        )

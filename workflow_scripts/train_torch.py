@@ -1,0 +1,22 @@
+"""One LoRA training run with PyTorch: from a model and examples to a row and an adapter."""
+
+from workflow_scripts.lib import joblog
+from workflow_scripts.lib.launch import train_and_publish
+
+TRAINER = "workflow_scripts.lib.torch_lora"
+
+if __name__ == "__main__" and "snakemake" in globals():
+    with joblog.to_file(snakemake.log[0]):
+        train_and_publish(
+            TRAINER,
+            settings=snakemake.params.run,
+            model_folder=snakemake.input.model,
+            train_file=snakemake.input.train,
+            val_file=snakemake.input.val,
+            state_folder=snakemake.params.state,
+            row_file=snakemake.output.row,
+            steps_file=snakemake.output.steps,
+            memory_file=snakemake.output.memory,
+            adapter_folder=snakemake.output.adapter,
+            log_file=snakemake.log[0],
+        )
