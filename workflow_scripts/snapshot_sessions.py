@@ -1,0 +1,90 @@
+"""Rule snapshot_sessions: copies session files into raw/, the only reader of the outside."""
+
+import contextlib
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from workflow_scripts.lib import joblog, jsonl, session_sources
+
+SAMPLE_SESSIONS = Path(session_sources.__file__).parents[2] / "sample_sessions"
+BYTES_AT_A_TIME = 1 << 20
+
+
+def snapshot_sessions(
+    source: str,
+    raw_folder: str | Path,
+    manifest_file: str | Path,
+    paths: str | list[str] = "~/.pi/agent/sessions",
+    repo: str | None = None,
+    revision: str | None = None,
+    sample_folder: str | Path = SAMPLE_SESSIONS,
+) -> None:
+    """Copy the files of a source under their relative names and list them in the manifest.
+
+    source: "sample" (the files of `sample_folder`), "path" (`paths`: files, folders and globs, ~
+    allowed) or "hub" (the *.jsonl of dataset `repo` at `revision`). A file that can't be read is
+    listed as skipped. Manifest: {source, files: [{file, bytes, sha256}], skipped: [{file, reason}]}
+    and, from the hub, repo and commit. Raises ValueError where there is nothing to copy.
+    """
+    origin: dict = {"source": source}
+    if source == "sample":
+        found, skipped = session_sources.files_of_paths([str(sample_folder)])
+    elif source == "path":
+        paths = [paths] if isinstance(paths, str) else list(paths)
+        found, skipped = session_sources.files_of_paths(paths)
+    elif source == "hub":
+        folder, commit = session_sources.fetch_dataset(repo, revision)
+        found, skipped = session_sources.files_of_paths([str(folder)])
+        origin |= {"repo": repo, "commit": commit}
+    else:
+        raise ValueError(f"sessions.source is {source!r}; expected 'sample', 'path' or 'hub'")
+
+    raw_folder = Path(raw_folder)
+    unfinished = raw_folder.with_name(f".{raw_folder.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.mkdir(parents=True)
+        files = []
+        for name, path in joblog.track(sorted(found.items()), "session files"):
+            try:
+                files.append({"file": name, **_copy(path, unfinished / name)})
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    (unfinished / name).unlink()
+                skipped.append({"file": name, "reason": error.strerror or type(error).__name__})
+        if not files:
+            raise ValueError(
+                f"sessions.source {source}: none of the {len(found)} files could be read "
+                f"({skipped[0]['file']}: {skipped[0]['reason']})"
+            )
+        shutil.rmtree(raw_folder, ignore_errors=True)
+        os.replace(unfinished, raw_folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    skipped.sort(key=lambda entry: entry["file"])
+    jsonl.write_json(manifest_file, {**origin, "files": files, "skipped": skipped})
+    size = sum(file["bytes"] for file in files)
+    joblog.say(f"{len(files)} session files, {size / 1e6:.1f} MB, {len(skipped)} skipped")
+
+
+def _copy(path: Path, target: Path) -> dict:
+    """Copy what the file held when it was opened; pi may be appending to it meanwhile."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with open(path, "rb") as file, open(target, "wb") as copy:
+        size = left = os.fstat(file.fileno()).st_size
+        while left and (part := file.read(min(left, BYTES_AT_A_TIME))):
+            copy.write(part)
+            digest.update(part)
+            left -= len(part)
+    return {"bytes": size - left, "sha256": digest.hexdigest()}
+
+
+if __name__ == "__main__" and "snakemake" in globals():
+    with joblog.to_file(snakemake.log[0]):
+        snapshot_sessions(
+            raw_folder=snakemake.output.raw,
+            manifest_file=snakemake.output.manifest,
+            **snakemake.params.source,
+        )
