@@ -13,7 +13,7 @@ STUDY := $(if $(CONFIG),--configfile "$(CONFIG)")
 .PHONY: all test lint format report
 
 all: $(VENV)/ready
-	$(BIN)/python -m snakemake --cores 1 $(STUDY) all
+	$(BIN)/python -m snakemake --cores 1 all $(STUDY)
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest
@@ -30,7 +30,7 @@ format: $(VENV)/ready
 	$(BIN)/python -m snakefmt Snakefile rules
 
 report: $(VENV)/ready
-	$(BIN)/python -m snakemake $(STUDY) --report report.html
+	$(BIN)/python -m snakemake --report report.html $(STUDY)
 
 # The environment is made anew only when what it is made from has changed.
 $(VENV)/ready: pyproject.toml envs/constraints.txt

@@ -1,4 +1,4 @@
-"""What every rule file uses: the checked study, its paths, and the code that a rule depends on."""
+"""The checked study, its paths, and the functions that the other files share."""
 
 import importlib.util
 import os
@@ -23,7 +23,6 @@ pathvars:
     logs=f"results/{study.name}/logs",
     benchmarks=f"results/{study.name}/benchmarks",
     examples=f"results/{study.name}/examples/{{tokenizer}}/{{context}}",
-    run="{backend}/{model}/{context}/{variant}",
 
 
 wildcard_constraints:
@@ -35,7 +34,7 @@ os.environ.update(PYTHONPATH=workflow.basedir)
 
 
 def code_of(script, *children):
-    """Source files that a rule depends on: its script's, and those of modules it starts."""
+    """Source files on which a result depends: its script's, and those of modules it starts."""
     entries = [f"workflow_scripts/{each}.py" for each in (script, *children)]
     paths = sources_of(workflow.basedir, *entries)
     here = Path.cwd() == Path(workflow.basedir)
@@ -131,10 +130,10 @@ inputs_of_run = {
     "stats": examples_of_run("stats.json"),
 }
 outputs_of_run = {
-    "row": "<results>/runs/<run>/row.json",
-    "steps": "<results>/runs/<run>/steps.jsonl",
-    "memory": "<results>/runs/<run>/memory.jsonl",
-    "adapter": directory("<results>/runs/<run>/adapter"),
+    "row": "<results>/runs/{backend}/{model}/{context}/{variant}/row.json",
+    "steps": "<results>/runs/{backend}/{model}/{context}/{variant}/steps.jsonl",
+    "memory": "<results>/runs/{backend}/{model}/{context}/{variant}/memory.jsonl",
+    "adapter": directory("<results>/runs/{backend}/{model}/{context}/{variant}/adapter"),
 }
 
 

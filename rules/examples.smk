@@ -17,7 +17,7 @@ rule tokenize_and_mask:
     conda:
         "../envs/data.yaml"
     params:
-        masking=without(study.examples, "val_share", "val_seed"),
+        masking=study.examples,
     script:
         "../workflow_scripts/tokenize_and_mask.py"
 

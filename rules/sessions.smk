@@ -51,6 +51,6 @@ rule split_sessions:
     conda:
         "../envs/data.yaml"
     params:
-        split=keys(study.examples, "val_share", "val_seed"),
+        split=study.split,
     script:
         "../workflow_scripts/split_sessions.py"

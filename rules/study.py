@@ -40,6 +40,7 @@ class Study(NamedTuple):
 
     name: str
     sessions: dict
+    split: dict
     examples: dict
     models: dict[str, dict]
     tokenizers: dict[str, str]  # tokenizer name -> model whose folder provides it
@@ -82,7 +83,15 @@ def load_study(config: dict, schema: dict) -> Study:
         for run in _runs_of_line(number, line, config["backends"], models, training)
     ]
     _refuse_equal_runs(runs)
-    return Study(config["study"], config["sessions"], config["examples"], models, tokenizers, runs)
+    return Study(
+        name=config["study"],
+        sessions=config["sessions"],
+        split=config["split"],
+        examples=config["examples"],
+        models=models,
+        tokenizers=tokenizers,
+        runs=runs,
+    )
 
 
 def _runs_of_line(

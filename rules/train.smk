@@ -9,9 +9,9 @@ rule train_torch:
     output:
         **outputs_of_run,
     log:
-        "<logs>/train_torch/<run>.log",
+        "<logs>/train_torch/{backend}/{model}/{context}/{variant}.log",
     benchmark:
-        "<benchmarks>/train_torch/<run>.tsv"
+        "<benchmarks>/train_torch/{backend}/{model}/{context}/{variant}.tsv"
     wildcard_constraints:
         backend=backends_on("torch"),
     conda:
@@ -33,9 +33,9 @@ rule train_mlx:
     output:
         **outputs_of_run,
     log:
-        "<logs>/train_mlx/<run>.log",
+        "<logs>/train_mlx/{backend}/{model}/{context}/{variant}.log",
     benchmark:
-        "<benchmarks>/train_mlx/<run>.tsv"
+        "<benchmarks>/train_mlx/{backend}/{model}/{context}/{variant}.tsv"
     wildcard_constraints:
         backend=backends_on("mlx"),
     conda:

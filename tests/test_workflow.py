@@ -28,7 +28,7 @@ SESSIONS = 10
 STUDY = """
 study: small
 sessions: {source: path, paths: [SESSIONS]}
-examples: {val_share: 0.3}
+split: {val_share: 0.3}
 models: {tiny: {source: shape, vocabulary: 512, hidden_size: 64, intermediate_size: 128, layers: 1}}
 backends:
   torch: {engine: torch}
@@ -59,7 +59,7 @@ class Project:
 
     def command(self, *arguments, study="small.yaml"):
         configfile = ["--configfile", study] if study else []
-        return [sys.executable, "-m", "snakemake", "--cores", "1", *configfile, *arguments]
+        return [sys.executable, "-m", "snakemake", "--cores", "1", *arguments, *configfile]
 
     def run(self, *arguments, study="small.yaml", environment=None):
         return subprocess.run(

@@ -143,7 +143,8 @@ def end_with_parent() -> None:
         return
 
     def wait_for_end_of_file() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 4096):  # not sys.stdin, whose lock would stall the interpreter's end
+            pass
         os._exit(PARENT_GONE)
 
     threading.Thread(target=wait_for_end_of_file, daemon=True, name="parent-watch").start()
