@@ -1,8 +1,8 @@
 """The config against its schema: unknown keys, wrong values, defaults; each refusal is one line."""
 
 import difflib
-import re
 from collections.abc import Iterable
+from contextlib import suppress
 
 import jsonschema
 
@@ -16,7 +16,7 @@ def check(config: dict, schema: dict) -> dict:
 
     Raises ConfigError naming the first key that the schema does not allow, or its wrong value.
     """
-    config = in_key_order(config)
+    config = _with_typed_text(schema, schema, in_key_order(config))
     _refuse_unknown_keys(schema, schema, config, "")
     _refuse_wrong_values(schema, config)
     return with_defaults(schema, schema, config)
@@ -84,6 +84,39 @@ def _refuse_wrong_values(schema: dict, config: dict) -> None:
     raise ConfigError(f"{path or 'config'}: {_what_is_wrong(error)}")
 
 
+def _with_typed_text(root: dict, schema: dict, value: object) -> object:
+    """Read text as the number that the schema expects, wherever it can be read as one.
+
+    YAML takes 1e-4 for text, and `--config key={inner: 2}` hands every inner value over as text.
+    """
+    schema = _resolve(root, schema)
+    if isinstance(value, str):
+        return _typed(value, schema)
+    parts = {
+        key: _with_typed_text(root, part, item)
+        for key, part, item in _children(root, schema, value)
+    }
+    if isinstance(value, list):
+        return list(parts.values())
+    return {**value, **parts} if isinstance(value, dict) else value
+
+
+def _typed(text: str, schema: dict) -> object:
+    kinds = schema.get("type", [])
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    words = {"true": (True, "boolean"), "false": (False, "boolean"), "null": (None, "null")}
+    if text in words and words[text][1] in kinds:
+        return words[text][0]
+    for each in schema.get("enum", []):
+        if text == ("null" if each is None else str(each)):
+            return each
+    for kind, read in (("integer", int), ("number", float)):
+        if kind in kinds:
+            with suppress(ValueError):
+                return read(text)
+    return text
+
+
 def _what_is_wrong(error: jsonschema.ValidationError) -> str:
     found, rule = error.instance, error.validator_value
     match error.validator:
@@ -95,10 +128,7 @@ def _what_is_wrong(error: jsonschema.ValidationError) -> str:
             return f"{found!r} is not allowed{nearest(str(found), rule)}; allowed are: {allowed}"
         case "type":
             kinds = rule if isinstance(rule, list) else [rule]
-            hint = ""
-            if isinstance(found, str) and re.fullmatch(r"[\d.]+e[-+]?\d+", found, re.IGNORECASE):
-                hint = " (YAML reads 1e-4 as text: write 1.0e-4 or 0.0001)"
-            return f"found {found!r}, expected {' or '.join(kinds)}{hint}"
+            return f"found {found!r}, expected {' or '.join(kinds)}"
         case "minItems" | "minProperties":
             return "is empty; it needs at least one entry"
         case "minimum" | "exclusiveMinimum" | "maximum" | "exclusiveMaximum":

@@ -33,7 +33,6 @@ def load(changes=""):
         ("training: {optimizer_step: 3}", "did you mean 'optimizer_steps'?; allowed are: betas"),
         ("training: {lora: {rank: 3}}", "training.lora.rank: unknown key; allowed are: alpha, r"),
         ("training: {optimizer_steps: many}", "found 'many', expected integer"),
-        ("training: {learning_rate: 1e-3}", "write 1.0e-4 or 0.0001"),
         ("training: {micro_batch: 0}", "training.micro_batch: found 0, expected at least 1"),
         ("training: {micro_batch: 3}", "micro_batch 3 does not divide effective_batch 4"),
         ("sessions: {source: smaple}", "did you mean 'sample'?; allowed are: sample, path, hub"),
@@ -106,6 +105,22 @@ def test_run_overrides_backend_overrides_training():
     ]
     assert settings["lora"] == {"alpha": 32, "r": 8}
     assert settings["optimizer_steps"] == 200  # the schema's default
+
+
+def test_numbers_that_come_as_text_are_read_as_numbers():
+    """YAML takes 1e-3 for text, and inner values of --config are always text."""
+    study = load(
+        """
+        training: {learning_rate: 1e-3, optimizer_steps: "7", betas: ["0.8", 0.9], val_rows: "null"}
+        backends: {torch: {engine: mlx, bits: "4"}}
+        """
+    )
+    settings = study.runs[0].settings
+    assert settings["learning_rate"] == 0.001
+    assert settings["optimizer_steps"] == 7
+    assert settings["betas"] == [0.8, 0.9]
+    assert settings["val_rows"] is None
+    assert settings["bits"] == 4
 
 
 def test_seeds_and_variants_name_the_folders():

@@ -292,7 +292,7 @@ def test_a_bug_in_one_training_fails_red_with_its_log_while_others_go_on(restore
 
 @pytest.mark.parametrize("backend", ["torch", "mlx-4bit"])
 def test_after_kill_9_the_same_command_completes_with_each_step_once(restored, backend):
-    line = f"{{backend: {backend}, model: tiny, context: 128, variant: long, optimizer_steps: 400}}"
+    line = f"{{backend: {backend}, model: tiny, context: 128, variant: long, optimizer_steps: 150}}"
     restored.write_study(f"{STUDY}  - {line}\n")
     run = f"{backend}/tiny/128/long"
     row = f"results/small/runs/{run}/row.json"
@@ -310,7 +310,7 @@ def test_after_kill_9_the_same_command_completes_with_each_step_once(restored, b
     done = restored.run(row)
     assert done.returncode == 0, done.stdout + done.stderr
     published = (restored.folder / row).with_name("steps.jsonl")
-    assert step_numbers(published) == list(range(1, 401))
+    assert step_numbers(published) == list(range(1, 151))
 
 
 def wait_until(true, seconds):
