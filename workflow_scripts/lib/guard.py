@@ -51,6 +51,7 @@ def child_environment(environment: dict[str, str], threads: int) -> dict[str, st
     return {
         **environment,
         **dict.fromkeys(THREAD_VARIABLES, str(threads)),
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve whatever else runs, and each other
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",

@@ -9,16 +9,11 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from workflow_scripts.lib import guard
+from workflow_scripts.lib import batches, guard
 from workflow_scripts.lib.joblog import say
 from workflow_scripts.lib.jsonl import read_json, write_json
 from workflow_scripts.lib.machine import describe_machine, usable_cores
 from workflow_scripts.lib.rows import make_row
-
-
-# Supervised positions scored at a time: at Qwen 2.5's vocabulary of 151,936 a chunk's logits take
-# 156 MB in float32, and larger chunks were no faster.
-HEAD_CHUNK = 256
 
 
 def train_and_publish(
@@ -51,7 +46,7 @@ def train_and_publish(
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         if settings["engine_installed"]:
             paths = {
-                "head_chunk": HEAD_CHUNK,
+                "head_chunk": batches.head_chunk(settings["context"]),
                 "model_folder": str(model_folder),
                 "train_file": str(train_file),
                 "val_file": str(val_file),
