@@ -105,8 +105,7 @@ def named(table: pl.DataFrame, columns: dict[str, tuple[str, float | None]]) -> 
     if table["variant"].n_unique() > 1:
         names.insert(3, pl.col("variant"))
     figures = [
-        _figure(field, factor).alias(heading)
-        for heading, (field, factor) in columns.items()
+        _figure(field, factor).alias(heading) for heading, (field, factor) in columns.items()
     ]
     return table.select(*names, *figures)
 
