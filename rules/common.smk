@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -31,6 +32,10 @@ wildcard_constraints:
 
 # Scripts and their children import workflow_scripts.lib from wherever Snakemake runs them.
 os.environ.update(PYTHONPATH=workflow.basedir)
+
+# Snakemake writes the interpreter unquoted into the command that starts a script.
+if " " in sys.executable and not sys.executable.startswith("'"):
+    sys.executable = shlex.quote(sys.executable)
 
 
 def code_of(script, *children):

@@ -42,11 +42,16 @@ AFTER_TRAINING = {"summarize_runs", "plot_runs", "all"}
 
 
 class Project:
-    """A copy of the project in a folder of its own, with a study to run."""
+    """A copy of the project in a folder of its own, with a study to run.
+
+    The folder's name has a space in it, and so has the path of the interpreter, as after `make all`.
+    """
 
     def __init__(self, folder):
         self.folder = folder
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        (folder / ".venv").symlink_to(sys.prefix)
+        self.python = str(folder / ".venv/bin" / Path(sys.executable).name)
         self.sessions = folder.parent / "my sessions"
         self.sessions.mkdir()
         self.files = sorted((ROOT / "sample_sessions").glob("*.jsonl"))
@@ -59,7 +64,7 @@ class Project:
 
     def command(self, *arguments, study="small.yaml"):
         configfile = ["--configfile", study] if study else []
-        return [sys.executable, "-m", "snakemake", "--cores", "1", *arguments, *configfile]
+        return [self.python, "-m", "snakemake", "--cores", "1", *arguments, *configfile]
 
     def run(self, *arguments, study="small.yaml", environment=None):
         return subprocess.run(
@@ -149,7 +154,7 @@ def test_nothing_to_do_when_nothing_changed(project, seed):
 def test_touching_every_file_of_the_repository_reruns_nothing(project):
     for path in project.folder.rglob("*"):
         inside = path.relative_to(project.folder).parts[0]
-        if path.is_file() and inside not in ("results", ".snakemake"):
+        if path.is_file() and inside not in ("results", ".snakemake", ".venv"):
             os.utime(path)
     assert project.plan() == {}
 
