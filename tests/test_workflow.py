@@ -44,7 +44,7 @@ AFTER_TRAINING = {"summarize_runs", "plot_runs", "all"}
 class Project:
     """A copy of the project in a folder of its own, with a study to run.
 
-    The folder's name has a space in it, and so has the path of the interpreter, as after `make all`.
+    The folder's name has a space in it, and so has the interpreter's path, as after `make all`.
     """
 
     def __init__(self, folder):
