@@ -13,7 +13,7 @@ rule snapshot_sessions:
     conda:
         "../envs/data.yaml"
     params:
-        source=keys(study.sessions, "source", "paths", "repo", "revision"),
+        source=keys(study.sessions, "source", "paths", "repo", "revision", "redact"),
     script:
         "../workflow_scripts/snapshot_sessions.py"
 

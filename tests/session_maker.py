@@ -72,7 +72,8 @@ def read(folder: Path, files: dict[str, list | bytes], leaves="active", salvage=
         path = raw / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(lines if isinstance(lines, bytes) else to_bytes(lines))
-    jsonl.write_json(folder / "manifest.json", {"files": [{"file": name} for name in files]})
+    manifest = {"files": [{"file": name} for name in files], "skipped": []}
+    jsonl.write_json(folder / "manifest.json", manifest)
     return read_raw(folder, raw, leaves, salvage)
 
 

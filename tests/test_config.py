@@ -111,7 +111,8 @@ def test_numbers_that_come_as_text_are_read_as_numbers():
     """YAML takes 1e-3 for text, and inner values of --config are always text."""
     study = load(
         """
-        training: {learning_rate: 1e-3, optimizer_steps: "7", betas: ["0.8", 0.9], val_rows: "null"}
+        training: {learning_rate: 1e-3, optimizer_steps: "7", betas: ["0.8", 0.9]}
+        examples: {tool_result_tokens: "null"}
         backends: {torch: {engine: mlx, bits: "4"}}
         """
     )
@@ -119,7 +120,7 @@ def test_numbers_that_come_as_text_are_read_as_numbers():
     assert settings["learning_rate"] == 0.001
     assert settings["optimizer_steps"] == 7
     assert settings["betas"] == [0.8, 0.9]
-    assert settings["val_rows"] is None
+    assert study.examples["tool_result_tokens"] is None
     assert settings["bits"] == 4
 
 

@@ -104,15 +104,15 @@ def many(count=20):
     return {f"{n}.jsonl": session(f"s{n}", n, turns=1 + n % 3) for n in range(count)}
 
 
-def test_split_is_about_the_share_and_stays_when_files_are_shuffled(tmp_path):
+def test_split_is_about_the_wished_size_and_stays_when_files_are_shuffled(tmp_path):
     files = many()
-    conversations, _, stats = read(tmp_path, files)
-    chosen = families.validation_sessions(families.families_of(conversations, 0), 0.25)
+    conversations, _, _ = read(tmp_path, files)
+    chosen = families.validation_sessions(families.families_of(conversations, 0), 3)
     turns = sum(len(c["turns"]) // 2 for c in conversations if c["session"] in chosen)
-    assert abs(turns - 0.25 * stats["supervised_turns"]) <= 2
+    assert abs(turns - 3) <= 1
     random.Random(1).shuffle(conversations)
-    assert families.validation_sessions(families.families_of(conversations, 0), 0.25) == chosen
-    assert families.validation_sessions(families.families_of(conversations, 1), 0.25) != chosen
+    assert families.validation_sessions(families.families_of(conversations, 0), 3) == chosen
+    assert families.validation_sessions(families.families_of(conversations, 1), 3) != chosen
 
 
 def test_order_of_a_family_does_not_depend_on_the_others(tmp_path):
@@ -122,29 +122,29 @@ def test_order_of_a_family_does_not_depend_on_the_others(tmp_path):
     assert fewer.items() <= orders.items()
 
 
-@pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
-def test_neither_side_is_empty_with_two_families(tmp_path, share):
+@pytest.mark.parametrize("val_rows", [1, 5, 10_000])
+def test_neither_side_is_empty_with_two_families(tmp_path, val_rows):
     files = {"a.jsonl": session("a", turns=9), "b.jsonl": session("b", 1, turns=1)}
     conversations, _, _ = read(tmp_path, files)
-    assert len(families.validation_sessions(families.families_of(conversations, 0), share)) == 1
+    assert len(families.validation_sessions(families.families_of(conversations, 0), val_rows)) == 1
+
+
+@pytest.mark.parametrize(("val_rows", "expected"), [(1, 1), (7, 7), (20, 20), (256, 20)])
+def test_validation_has_the_wished_turns_or_a_tenth_of_all(val_rows, expected):
+    found = [families.Family(frozenset([f"s{n}"]), 1, f"{n:03}") for n in range(200)]
+    assert len(families.validation_sessions(found, val_rows)) == expected
 
 
 def test_one_family_is_an_error_that_says_what_to_do(tmp_path):
     conversations, _, _ = read(tmp_path, {"a.jsonl": session("a")})
     with pytest.raises(ValueError, match=r"one family.*add sessions"):
-        families.validation_sessions(families.families_of(conversations, 0), 0.1)
-
-
-@pytest.mark.parametrize("share", [0, 1, -0.1, 2])
-def test_share_out_of_range(share):
-    with pytest.raises(ValueError, match=r"val_share is .* between 0 and 1"):
-        families.validation_sessions([], share)
+        families.validation_sessions(families.families_of(conversations, 0), 256)
 
 
 def test_script_puts_every_conversation_on_one_side(tmp_path):
     conversations, _, _ = read(tmp_path, many())
     train, val = tmp_path / "train.jsonl", tmp_path / "val.jsonl"
-    split_sessions(tmp_path / "conversations.jsonl", train, val, val_share=0.2, seed=3)
+    split_sessions(tmp_path / "conversations.jsonl", train, val, val_rows=3, seed=3)
     sides = [list(jsonl.read_jsonl(path)) for path in (train, val)]
     assert all(sides)
     names = [{record["conversation"] for record in side} for side in sides]

@@ -143,7 +143,7 @@ def test_checkpointing_leaves_other_models_alone(tiny_folder):
 def test_sixteen_bit_weights_keep_float32_adapters(tmp_path, tiny_folder, dtype):
     import mlx.core as mx
 
-    small = {"optimizer_steps": 1, "effective_batch": 1, "micro_batch": 1, "val_rows": 1}
+    small = {"optimizer_steps": 1, "effective_batch": 1, "micro_batch": 1}
     run = tiny_problem.settings(tmp_path, tiny_folder, "mlx", dtype=dtype, **small)
     result = training.run(run, mlx_lora.load)
     assert (result["status"], result["dtype"], result["skipped_steps"]) == ("ok", dtype, 0)

@@ -62,7 +62,7 @@ def test_counts_of_a_file(row):
 
 def read_files(tmp_path, rows):
     files = [{"file": row["file"]} for row in rows]
-    jsonl.write_json(tmp_path / "manifest.json", {"files": files})
+    jsonl.write_json(tmp_path / "manifest.json", {"files": files, "skipped": []})
     return read_raw(tmp_path, FOLDER)
 
 

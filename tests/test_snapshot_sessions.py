@@ -176,3 +176,26 @@ def test_hub_errors_are_one_clear_line(tmp_path):
 def test_hub_needs_repository_and_revision(tmp_path):
     with pytest.raises(ValueError, match=r"sessions\.repo .* sessions\.revision"):
         snapshot(tmp_path, "hub", repo="someone/sessions")
+
+
+def test_secrets_never_reach_the_results(tmp_path):
+    """Not even where a block of reading ends inside of one."""
+    key = "AKIA" + "Z7QK3M5XW2JD8RBN"
+    lines = [b'{"text": "' + b"x " * 4500 + key.encode() + b'"}\n'] * 400
+    (tmp_path / "sessions").mkdir()
+    (tmp_path / "sessions/a.jsonl").write_bytes(b"".join(lines) + b'{"text": "' + key.encode())
+    manifest = snapshot(tmp_path, paths=str(tmp_path / "sessions"))
+    assert manifest["files"][0]["redacted"] == {"aws-key": 401}
+    copied = (tmp_path / "raw/a.jsonl").read_bytes()
+    assert key.encode() not in copied
+    assert copied.count(b"\n") == 400
+    assert copied.endswith(b'{"text": "[REDACTED:aws-key]')
+
+
+def test_secrets_stay_when_asked_to(tmp_path):
+    text = b'{"password": "q8Zr2Kx9Lw4Tn7Vb"}\n'
+    (tmp_path / "sessions").mkdir()
+    (tmp_path / "sessions/a.jsonl").write_bytes(text)
+    manifest = snapshot(tmp_path, paths=str(tmp_path / "sessions"), redact=False)
+    assert "redacted" not in manifest["files"][0]
+    assert (tmp_path / "raw/a.jsonl").read_bytes() == text

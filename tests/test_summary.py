@@ -72,6 +72,8 @@ def results(tmp_path):
             "supervised_turns": 70,
             "lines_read": 800,
             "lines_rejected": 9,
+            "redacted": {"aws-key": 2, "password": 1},
+            "skipped_files": 0,
         },
     )
     return tmp_path
@@ -96,6 +98,7 @@ def test_summary_of_present_runs_names_the_missing(results):
     assert "- mlx-16bit/tiny/256/seed0" in text
     assert "diverged. loss nan at step 2" in text
     assert "lines rejected: 9" in text
+    assert "secrets replaced: 3" in text
     table = pl.read_csv(results / "present/summary.csv")
     assert table.columns == list(ROW_FIELDS)
     assert table["val_loss"].to_list() == [5.4321, None]

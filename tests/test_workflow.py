@@ -28,12 +28,12 @@ SESSIONS = 10
 STUDY = """
 study: small
 sessions: {source: path, paths: [SESSIONS]}
-split: {val_share: 0.3}
+split: {val_rows: 3}
 models: {tiny: {source: shape, vocabulary: 512, hidden_size: 64, intermediate_size: 128, layers: 1}}
 backends:
   torch: {engine: torch}
   mlx-4bit: {engine: mlx, bits: 4}
-training: {optimizer_steps: 3, micro_batch: 4, warmup_steps: 1, val_rows: 4}
+training: {optimizer_steps: 3, micro_batch: 4, warmup_steps: 1}
 runs:
   - {backend: torch, model: tiny, context: 128}
   - {backend: mlx-4bit, model: tiny, context: 128}
@@ -172,15 +172,15 @@ def test_another_learning_rate_of_one_backend_retrains_its_runs_alone(restored):
 def test_moving_lines_of_the_config_reruns_nothing(restored):
     restored.write_study(
         STUDY.replace(
-            "{optimizer_steps: 3, micro_batch: 4, warmup_steps: 1, val_rows: 4}",
-            "{val_rows: 4, warmup_steps: 1, micro_batch: 4, optimizer_steps: 3}",
+            "{optimizer_steps: 3, micro_batch: 4, warmup_steps: 1}",
+            "{warmup_steps: 1, micro_batch: 4, optimizer_steps: 3}",
         )
     )
     assert restored.plan() == {}
 
 
 def test_two_settings_that_swap_their_values_are_noticed(restored):
-    swapped = STUDY.replace("warmup_steps: 1, val_rows: 4", "warmup_steps: 4, val_rows: 1")
+    swapped = STUDY.replace("micro_batch: 4, warmup_steps: 1", "micro_batch: 1, warmup_steps: 4")
     restored.write_study(swapped)
     assert restored.plan() == {"train_torch": 1, "train_mlx": 1, **dict.fromkeys(AFTER_TRAINING, 1)}
 

@@ -88,7 +88,6 @@ def settings(folder: Path, model: Path, engine: str, name: str = "run", **change
         "seed": 0,
         "gradient_checkpointing": False,
         "head_chunk": 32,
-        "val_rows": None,
         **changes,
     }
 

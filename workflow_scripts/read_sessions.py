@@ -1,6 +1,7 @@
 """Rule read_sessions: raw session files -> conversations, what was rejected, and counts."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 from workflow_scripts.lib import corpus, joblog, jsonl
@@ -21,7 +22,8 @@ def read_sessions(
     salvage: split objects glued on one line, and take NUL bytes off lines.
     Raises ValueError where no turn is left to train on.
     """
-    names = [file["file"] for file in jsonl.read_json(manifest_file)["files"]]
+    manifest = jsonl.read_json(manifest_file)
+    names = [file["file"] for file in manifest["files"]]
     counts = corpus.Counts()
     with jsonl.atomic_writer(rejected_file) as rejected:
 
@@ -31,6 +33,8 @@ def read_sessions(
         records = corpus.read(Path(raw_folder), names, leaves, salvage, counts, reject)
         jsonl.write_jsonl(conversations_file, records)
     stats = corpus.stats_of(counts)
+    secrets = sum((Counter(file.get("redacted")) for file in manifest["files"]), Counter())
+    stats |= {"redacted": dict(secrets), "skipped_files": len(manifest["skipped"])}
     jsonl.write_json(stats_file, stats)
     joblog.say(
         "{conversations} conversations with {supervised_turns} supervised turns from {sessions} "

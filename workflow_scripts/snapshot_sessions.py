@@ -4,9 +4,13 @@ import contextlib
 import hashlib
 import os
 import shutil
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from workflow_scripts.lib import joblog, jsonl, session_sources
+from workflow_scripts.lib import redact as redaction
 
 SAMPLE_SESSIONS = Path(session_sources.__file__).parents[2] / "sample_sessions"
 BYTES_AT_A_TIME = 1 << 20
@@ -19,14 +23,17 @@ def snapshot_sessions(
     paths: str | list[str] = "~/.pi/agent/sessions",
     repo: str | None = None,
     revision: str | None = None,
+    redact: bool = True,
     sample_folder: str | Path = SAMPLE_SESSIONS,
 ) -> None:
     """Copy the files of a source under their relative names and list them in the manifest.
 
     source: "sample" (the files of `sample_folder`), "path" (`paths`: files, folders and globs, ~
     allowed) or "hub" (the *.jsonl of dataset `repo` at `revision`). A file that can't be read is
-    listed as skipped. Manifest: {source, files: [{file, bytes, sha256}], skipped: [{file, reason}]}
-    and, from the hub, repo and commit. Raises ValueError where there is nothing to copy.
+    listed as skipped. With `redact`, secrets are replaced by their kind on the way. Manifest:
+    {source, files: [{file, bytes, sha256, redacted: {kind: number}}], skipped: [{file, reason}]},
+    sizes and hashes those of the copies, and from the hub repo and commit. Raises ValueError where
+    there is nothing to copy.
     """
     origin: dict = {"source": source}
     if source == "sample":
@@ -48,7 +55,7 @@ def snapshot_sessions(
         files = []
         for name, path in joblog.track(sorted(found.items()), "session files"):
             try:
-                files.append({"file": name, **_copy(path, unfinished / name)})
+                files.append({"file": name, **_copy(path, unfinished / name, redact)})
             except OSError as error:
                 with contextlib.suppress(OSError):
                     (unfinished / name).unlink()
@@ -65,20 +72,41 @@ def snapshot_sessions(
     skipped.sort(key=lambda entry: entry["file"])
     jsonl.write_json(manifest_file, {**origin, "files": files, "skipped": skipped})
     size = sum(file["bytes"] for file in files)
-    joblog.say(f"{len(files)} session files, {size / 1e6:.1f} MB, {len(skipped)} skipped")
+    secrets = sum((Counter(file.get("redacted")) for file in files), Counter())
+    joblog.say(
+        f"{len(files)} session files, {size / 1e6:.1f} MB, {len(skipped)} skipped, "
+        f"{secrets.total()} secrets replaced" + "".join(f", {n} {k}" for k, n in secrets.items())
+    )
 
 
-def _copy(path: Path, target: Path) -> dict:
+def _copy(path: Path, target: Path, redact: bool) -> dict:
     """Copy what the file held when it was opened; pi may be appending to it meanwhile."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
+    digest, size, redacted = hashlib.sha256(), 0, Counter()
     with open(path, "rb") as file, open(target, "wb") as copy:
-        size = left = os.fstat(file.fileno()).st_size
-        while left and (part := file.read(min(left, BYTES_AT_A_TIME))):
-            copy.write(part)
-            digest.update(part)
-            left -= len(part)
-    return {"bytes": size - left, "sha256": digest.hexdigest()}
+        for lines in _whole_lines(file, os.fstat(file.fileno()).st_size):
+            if redact:
+                lines, found = redaction.redact(lines)
+                redacted += found
+            copy.write(lines)
+            digest.update(lines)
+            size += len(lines)
+    counts = {"redacted": dict(sorted(redacted.items()))} if redacted else {}
+    return {"bytes": size, "sha256": digest.hexdigest(), **counts}
+
+
+def _whole_lines(file: IO[bytes], left: int) -> Iterator[bytes]:
+    """Read `left` bytes in blocks that end with a line, so that no secret is cut in two."""
+    rest: list[bytes] = []
+    while left and (part := file.read(min(left, BYTES_AT_A_TIME))):
+        left -= len(part)
+        end = part.rfind(b"\n") + 1
+        if end:
+            yield b"".join([*rest, part[:end]])
+            rest = []
+        rest.append(part[end:])
+    if last := b"".join(rest):
+        yield last
 
 
 if __name__ == "__main__" and "snakemake" in globals():

@@ -9,16 +9,16 @@ def split_sessions(
     conversations_file: str | Path,
     train_file: str | Path,
     val_file: str | Path,
-    val_share: float,
+    val_rows: int,
     seed: int,
 ) -> None:
     """Split conversations so that no family of sessions is on both sides.
 
-    val_share: wished share of supervised turns in the validation set, between 0 and 1.
+    val_rows: wished supervised turns in the validation set, at most a tenth of all.
     Raises ValueError where there are fewer than two families.
     """
     found = families.families_of(jsonl.read_jsonl(conversations_file), seed)
-    chosen = families.validation_sessions(found, val_share)
+    chosen = families.validation_sessions(found, val_rows)
     counts = {}
     for side, path in (("train", train_file), ("val", val_file)):
         counts[side] = jsonl.write_jsonl(

@@ -27,11 +27,13 @@ def summarize_runs(
     stats = read_json(sessions_stats_file)
     counts = {
         "session files": stats["files"],
+        "session files that could not be read": stats["skipped_files"],
         "sessions": stats["sessions"],
         "conversations": stats["conversations"],
         "supervised assistant turns": stats["supervised_turns"],
         "lines read": stats["lines_read"],
         "lines rejected": stats["lines_rejected"],
+        "secrets replaced": sum(stats["redacted"].values()),
     }
     with atomic_writer(table_file) as file:
         file.write(table.write_csv())

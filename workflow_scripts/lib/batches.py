@@ -79,8 +79,8 @@ def head_chunk(context: int) -> int:
     return max(32, min(256, context // 4))
 
 
-def read_examples(path: str | Path, context: int, limit: int | None = None) -> Examples:
-    """Read rows `{"input_ids", "labels"}` of a JSONL file, the first `limit` if given.
+def read_examples(path: str | Path, context: int) -> Examples:
+    """Read rows `{"input_ids", "labels"}` of a JSONL file.
 
     Raises ValueError naming file and line for a row that is empty, longer than `context`, without
     supervised token, with as many labels as it hasn't ids or with a label other than the token at
@@ -91,8 +91,6 @@ def read_examples(path: str | Path, context: int, limit: int | None = None) -> E
     labels: list[np.ndarray] = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
-            if limit is not None and len(ids) >= limit:
-                break
             try:
                 row = json.loads(line)
                 tokens = np.asarray(row["input_ids"], dtype=np.int32)

@@ -13,6 +13,7 @@ from workflow_scripts.lib.turn_keys import content_of, digest
 
 # Shorter answers ("Done.", a call of ls) are the same by chance in sessions that share nothing.
 LONG_ANSWER_CHARACTERS = 200
+LARGEST_SHARE = 0.1  # of a small corpus that goes to validation
 
 
 class Family(NamedTuple):
@@ -65,15 +66,14 @@ def families_of(conversations: Iterable[dict], seed: int) -> list[Family]:
     return sorted(families, key=lambda family: (family.order, sorted(family.sessions)))
 
 
-def validation_sessions(families: list[Family], val_share: float) -> set[str]:
+def validation_sessions(families: list[Family], val_rows: int) -> set[str]:
     """Choose the families of the validation set; the rest is for training.
 
-    In their order, each family is taken that brings the share of supervised turns closer to
-    `val_share`; if none does, the smallest one. So neither side is empty.
-    Raises ValueError with fewer than two families or a share outside ]0, 1[.
+    In their order, each family is taken that brings the number of supervised turns closer to
+    `val_rows` (with one row per turn these are the rows) or to a tenth of all turns, whichever is
+    less; if none does, the smallest one. So neither side is empty.
+    Raises ValueError with fewer than two families.
     """
-    if not 0 < val_share < 1:
-        raise ValueError(f"val_share is {val_share}; expected a share between 0 and 1, such as 0.1")
     if len(families) < 2:
         count = sum(len(family.sessions) for family in families)
         raise ValueError(
@@ -81,7 +81,8 @@ def validation_sessions(families: list[Family], val_share: float) -> set[str]:
             "turns), but training and validation need two that share nothing: add sessions of "
             "other work to the session source"
         )
-    wanted = val_share * sum(family.supervised_turns for family in families)
+    turns = sum(family.supervised_turns for family in families)
+    wanted = min(val_rows, LARGEST_SHARE * turns)
     chosen, have = [], 0
     for family in families:
         after = have + family.supervised_turns

@@ -81,7 +81,7 @@ def _train(settings: dict, state: Path, load: Callable[[dict, dict], Engine]) ->
     micro_batch, effective = settings["micro_batch"], settings["effective_batch"]
     accumulation = recipe.accumulation(effective, micro_batch)
     train_rows = batches.read_examples(settings["train_file"], context)
-    val_rows = batches.read_examples(settings["val_file"], context, settings["val_rows"])
+    val_rows = batches.read_examples(settings["val_file"], context)
     config = read_json(Path(settings["model_folder"]) / "config.json")
     pad = config.get("pad_token_id") or 0
     plan = Plan(
