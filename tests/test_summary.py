@@ -5,7 +5,7 @@ import sqlite3
 import polars as pl
 import pytest
 
-from workflow_scripts.lib import comparison
+from workflow_scripts.lib import comparison, tables
 from workflow_scripts.lib.jsonl import write_json, write_jsonl
 from workflow_scripts.lib.rows import ROW_FIELDS, make_row
 from workflow_scripts.plot_runs import plot_runs
@@ -72,6 +72,8 @@ def results(tmp_path):
             "supervised_turns": 70,
             "lines_read": 800,
             "lines_rejected": 9,
+            "rejected": {"broken-json": 8, "not-an-object": 1},
+            "removed": {"aborted": 2},
             "redacted": {"aws-key": 2, "password": 1},
             "skipped_files": 0,
         },
@@ -97,8 +99,9 @@ def test_summary_of_present_runs_names_the_missing(results):
     assert "# Study s: 2 runs, 1 ok" in text
     assert "- mlx-16bit/tiny/256/seed0" in text
     assert "diverged. loss nan at step 2" in text
-    assert "lines rejected: 9" in text
-    assert "secrets replaced: 3" in text
+    assert "- lines: 800 read, 9 rejected" in text
+    assert "- rejected: broken-json 8, not-an-object 1" in text
+    assert "- secrets replaced: aws-key 2, password 1" in text
     table = pl.read_csv(results / "present/summary.csv")
     assert table.columns == list(ROW_FIELDS)
     assert table["val_loss"].to_list() == [5.4321, None]
@@ -127,7 +130,7 @@ def test_database_answers_questions_over_runs_and_steps(results):
 def test_main_table_has_units_variants_and_three_digits(results):
     runs = [write_run(results, "torch"), write_run(results, "torch", variant="hot", context=512)]
     table = comparison.read_rows([results / "runs" / run / "row.json" for run in runs])
-    text = comparison.markdown_table(comparison.named(table, comparison.MAIN))
+    text = tables.markdown_table(comparison.named(table, comparison.MAIN))
     heading, rule, first, second = text.splitlines()
     assert "process peak (MB)" in heading
     assert "variant" in heading
@@ -141,10 +144,10 @@ def test_main_table_has_units_variants_and_three_digits(results):
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.0, "0"), (0.01234, "0.0123"), (9.999, "10.0"), (99.94, "99.9"), (123.4, "123"),
-     (1234567.0, "1,230,000"), (-5.4321, "-5.43"), (0.00001234, "0.0000123"), (1.0, "1.00")],
+     (1234567.0, "1,230,000"), (-5.4321, "-5.43"), (0.00001234, "0.0000123"), (1.0, "1.00"), (0.5, "0.500"), (999.6, "1,000")],
 )  # fmt: skip
 def test_three_digits(value, text):
-    assert comparison.three_digits(value) == text
+    assert tables.three_digits(value) == text
 
 
 def test_broken_row_names_the_file(results):

@@ -6,6 +6,7 @@ from workflow_scripts.lib import joblog
 from workflow_scripts.lib.comparison import read_rows, summary_text
 from workflow_scripts.lib.database import write_database
 from workflow_scripts.lib.jsonl import atomic_writer, read_json
+from workflow_scripts.lib.tables import counted
 
 
 def summarize_runs(
@@ -25,20 +26,20 @@ def summarize_runs(
     """
     table = read_rows(row_files)
     stats = read_json(sessions_stats_file)
-    counts = {
-        "session files": stats["files"],
-        "session files that could not be read": stats["skipped_files"],
-        "sessions": stats["sessions"],
-        "conversations": stats["conversations"],
-        "supervised assistant turns": stats["supervised_turns"],
-        "lines read": stats["lines_read"],
-        "lines rejected": stats["lines_rejected"],
-        "secrets replaced": sum(stats["redacted"].values()),
+    data = {
+        "session files": f"{stats['files']:,}, of which unreadable {stats['skipped_files']:,}",
+        "sessions": f"{stats['sessions']:,}",
+        "conversations": f"{stats['conversations']:,}",
+        "supervised assistant turns": f"{stats['supervised_turns']:,}",
+        "lines": f"{stats['lines_read']:,} read, {stats['lines_rejected']:,} rejected",
+        "secrets replaced": counted(stats["redacted"]) or "none",
+        "rejected": counted(stats["rejected"]) or "nothing",
+        "assistant turns removed": counted(stats["removed"]) or "none",
     }
     with atomic_writer(table_file) as file:
         file.write(table.write_csv())
     with atomic_writer(text_file) as file:
-        file.write(summary_text(study, table, counts, missing))
+        file.write(summary_text(study, table, data, missing))
     write_database(database_file, table, steps_files)
     joblog.say(f"{table.height} runs, {len(missing)} missing")
 

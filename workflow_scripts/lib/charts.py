@@ -7,7 +7,6 @@ from pathlib import Path
 import altair as alt
 import polars as pl
 
-from workflow_scripts.lib.comparison import numbers_column
 from workflow_scripts.lib.jsonl import atomic_writer
 
 # Okabe and Ito's colours, told apart by colour-blind readers (jfly.uni-koeln.de/color).
@@ -49,7 +48,7 @@ def loss_chart(steps: pl.DataFrame) -> alt.TopLevelMixin:
     )
     mean = base.mark_line(strokeWidth=2).encode(y=alt.Y("mean:Q", scale=scale))
     panels = alt.layer(raw, mean).properties(width=PANEL_WIDTH, height=PANEL_HEIGHT)
-    return _themed(panels.facet(alt.Facet("panel:N", title=None), columns=PANELS_PER_ROW))
+    return themed(panels.facet(alt.Facet("panel:N", title=None), columns=PANELS_PER_ROW))
 
 
 def bar_chart(table: pl.DataFrame, field: str, title: str, factor: float = 1) -> alt.TopLevelMixin:
@@ -73,7 +72,7 @@ def bar_chart(table: pl.DataFrame, field: str, title: str, factor: float = 1) ->
         x="value:Q", text=alt.Text("value:Q", format=",.3s")
     )
     panels = alt.layer(bar, text).properties(width=PANEL_WIDTH)
-    return _themed(
+    return themed(
         panels.facet(alt.Facet("panel:N", title=None), columns=PANELS_PER_ROW).resolve_scale(
             y="independent"
         )
@@ -93,14 +92,12 @@ def run_chart(title: str, steps: pl.DataFrame) -> alt.TopLevelMixin:
     stacked = alt.vconcat(
         loss.properties(**size, height=PANEL_HEIGHT), seconds.properties(**size, height=90)
     )
-    return _themed(stacked.properties(title=title))
+    return themed(stacked.properties(title=title))
 
 
 def with_panels(table: pl.DataFrame) -> pl.DataFrame:
     """Add `panel`, the name of the model and context whose runs are compared with each other."""
-    return table.with_columns(
-        pl.format("{}, context {}", "model", "context").alias("panel"), numbers_column()
-    )
+    return table.with_columns(pl.format("{}, context {}", "model", "context").alias("panel"))
 
 
 def _backend_color(table: pl.DataFrame, **options: object) -> alt.Color:
@@ -115,10 +112,11 @@ def _nothing(message: str) -> alt.TopLevelMixin:
     """A chart that says why it is empty."""
     frame = pl.DataFrame({"message": [message]})
     mark = alt.Chart(frame, width=2 * PANEL_WIDTH, height=60).mark_text(fontSize=13, color=INK)
-    return _themed(mark.encode(text="message:N"))
+    return themed(mark.encode(text="message:N"))
 
 
-def _themed(chart: alt.TopLevelMixin) -> alt.TopLevelMixin:
+def themed(chart: alt.TopLevelMixin) -> alt.TopLevelMixin:
+    """Give a chart the look of all the others."""
     text = {"labelColor": INK, "titleColor": INK}
     return (
         chart.configure(background="transparent", font="sans-serif", padding=14)

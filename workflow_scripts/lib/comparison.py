@@ -8,6 +8,7 @@ import polars as pl
 
 from workflow_scripts.lib.jsonl import read_json
 from workflow_scripts.lib.rows import ROW_FIELDS
+from workflow_scripts.lib.tables import markdown_table
 
 MEGA = 1e6
 
@@ -59,11 +60,11 @@ def read_rows(row_files: Sequence[str | Path]) -> pl.DataFrame:
 
 
 def summary_text(
-    study: str, table: pl.DataFrame, data: dict[str, int], missing: Sequence[str] = ()
+    study: str, table: pl.DataFrame, data: dict[str, str], missing: Sequence[str] = ()
 ) -> str:
     """The comparison as Markdown.
 
-    `data` counts sessions, conversations and so on, by name; `missing` names runs without a row.
+    `data` says by name what was read and used; `missing` names runs of the grid without a row.
     """
     done = table.filter(pl.col("status") == "ok")
     parts = [
@@ -87,7 +88,7 @@ def summary_text(
         "row once, before and after training.",
         markdown_table(named(done, LEARNING)),
         "## Data and machine",
-        "\n".join(f"- {name}: {value:,}" for name, value in data.items()),
+        "\n".join(f"- {name}: {value}" for name, value in data.items()),
         _machines(table),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -125,46 +126,6 @@ def numbers_column() -> pl.Expr:
         .otherwise(pl.col("dtype").cast(pl.String))
         .alias("weights")
     )
-
-
-def markdown_table(table: pl.DataFrame) -> str:
-    """A table as aligned Markdown: figures to the right with 3 significant digits, null empty."""
-    headings = table.columns
-    texts = [[_cell(value) for value in table[heading]] for heading in headings]
-    right = [dtype.is_numeric() for dtype in table.dtypes]
-    widths = [
-        max(map(len, [heading, *cells])) for heading, cells in zip(headings, texts, strict=True)
-    ]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(cells, widths, right, strict=True)
-        ]
-        return f"| {' | '.join(padded)} |"
-
-    rule = [
-        "-" * (width - 1) + (":" if to_right else "-")
-        for width, to_right in zip(widths, right, strict=True)
-    ]
-    return "\n".join([line(headings), line(rule), *map(line, zip(*texts, strict=True))])
-
-
-def three_digits(value: float) -> str:
-    """A number with 3 significant digits and no exponent: 0.0123, 4.5, 1,230,000."""
-    if value == 0:
-        return "0"
-    text = f"{value:.3g}"
-    if "e" in text or abs(value) >= 1000:
-        return f"{float(text):,.0f}" if abs(value) >= 1 else f"{float(text):.10f}".rstrip("0")
-    digits_before = len(text.partition(".")[0].lstrip("-0"))
-    return f"{value:.{3 - digits_before}f}" if 1 <= abs(value) < 100 else text
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return three_digits(value) if isinstance(value, float) else str(value)
 
 
 def _caveats(table: pl.DataFrame) -> list[str]:

@@ -3,14 +3,13 @@
 import altair as alt
 import polars as pl
 
-from workflow_scripts.lib import charts
+from workflow_scripts.lib import charts, tables
 
 UNITS = {
     "conversations": "conversations",
     "rows": "rows",
     "tokens": "tokens",
     "supervised_tokens": "supervised tokens",
-    "supervised_share": "share supervised",
 }
 REASONS = {"dropped": "left out", "cut": "cut"}
 
@@ -21,19 +20,21 @@ def rows_of(stats: dict) -> pl.DataFrame:
         [
             {
                 "tokenizer": tokenizer,
-                "context": int(context),
+                "context": context,
                 "split": split,
                 **{heading: found[split][key] for key, heading in UNITS.items()},
+                "supervised (%)": 100 * found[split]["supervised_share"],
                 **{f"length {name}": n for name, n in found[split]["length_quantiles"].items()},
             }
             for (tokenizer, context), found in stats.items()
             for split in ("train", "val")
         ]
-    ).sort("tokenizer", "context", "split")
+    ).sort("tokenizer", pl.col("context").cast(pl.Int64), "split")
 
 
 def page_of(sessions: dict, frame: pl.DataFrame, stats: dict) -> str:
     """The Markdown page."""
+    reasons = _reasons_of(stats)
     lines = [
         "# What there is to learn from",
         "",
@@ -51,18 +52,17 @@ def page_of(sessions: dict, frame: pl.DataFrame, stats: dict) -> str:
         "Lengths are tokens a row. Supervised are the assistant's text, its tool calls and the "
         "token that ends its turn.",
         "",
-        *_table(frame),
+        tables.markdown_table(frame),
         "",
         "## Left out and cut",
         "",
-        *_table(_reasons_of(stats)),
+        tables.markdown_table(reasons) if reasons.height else "Nothing.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _listed(title: str, counts: dict) -> list[str]:
-    named = ", ".join(f"{reason} {count:,}" for reason, count in sorted(counts.items()))
-    return [f"{title}: {named or 'none'}.", ""]
+    return [f"{title}: {tables.counted(counts) or 'none'}.", ""]
 
 
 def _reasons_of(stats: dict) -> pl.DataFrame:
@@ -70,7 +70,7 @@ def _reasons_of(stats: dict) -> pl.DataFrame:
         [
             {
                 "tokenizer": tokenizer,
-                "context": int(context),
+                "context": context,
                 "split": split,
                 "what": what,
                 "reason": reason.replace("-", " "),
@@ -83,21 +83,6 @@ def _reasons_of(stats: dict) -> pl.DataFrame:
         ],
         schema=["tokenizer", "context", "split", "what", "reason", "count"],
     )
-
-
-def _table(frame: pl.DataFrame) -> list[str]:
-    if frame.is_empty():
-        return ["Nothing."]
-    numbers = [kind.is_numeric() for kind in frame.dtypes]
-    lines = [frame.columns, ["---:" if number else "---" for number in numbers]]
-    lines += [[_shown(name, cell) for name, cell in row.items()] for row in frame.to_dicts()]
-    return [f"| {' | '.join(line)} |" for line in lines]
-
-
-def _shown(name: str, cell: object) -> str:
-    if isinstance(cell, float):
-        return f"{cell:.1%}"
-    return f"{cell:,}" if isinstance(cell, int) and name != "context" else str(cell)
 
 
 def chart_of(stats: dict) -> alt.TopLevelMixin:
@@ -130,4 +115,4 @@ def chart_of(stats: dict) -> alt.TopLevelMixin:
         )
         .resolve_scale(x="independent")
     )
-    return charts._themed(bars)
+    return charts.themed(bars)
