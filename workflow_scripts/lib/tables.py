@@ -36,7 +36,7 @@ def three_digits(value: float) -> str:
     if abs(rounded) >= 100:
         return f"{rounded:,.0f}"
     text = f"{rounded:#.3g}"
-    return f"{rounded:.10f}".rstrip("0") if "e" in text else text
+    return f"{rounded:.20f}".rstrip("0") if "e" in text else text
 
 
 def counted(counts: Mapping[str, int]) -> str:
