@@ -534,11 +534,12 @@ def test_a_turn_that_a_file_repeats_is_supervised_once(tmp_path):
     assert [shape(c) for c in conversations] == [["u q", "a* A", "u q", "a A"]]
 
 
-def test_edited_copy_of_a_session_is_not_supervised_again(tmp_path):
+@pytest.mark.parametrize("names", [("a.jsonl", "b.jsonl"), ("b.jsonl", "a.jsonl")])
+def test_of_edited_copies_the_longest_is_supervised_whatever_their_names(tmp_path, names):
     edited = [FORK[0], assistant("a", "u", "[REDACTED]")]
-    files = {"a.jsonl": [header(), *FORK], "b.jsonl": [header(), *edited]}
+    files = dict(zip(names, ([header(), *FORK], [header(), *edited]), strict=True))
     conversations, _, _ = read(tmp_path, files)
-    assert [shape(c) for c in conversations] == [["u q", "a* A"]]
+    assert [shape(c) for c in conversations] == [["u q", "a* [REDACTED]"]]
 
 
 def test_conversation_names_are_unique(tmp_path):

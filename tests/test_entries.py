@@ -1,15 +1,14 @@
 """Lines and files: what is read, what is refused, and that every line is counted."""
 
 import json
-import random
 import time
 
+import fuzz_reader
 import pytest
 from session_maker import (
     assistant,
     call,
     compaction,
-    entry,
     header,
     linear,
     read,
@@ -263,64 +262,7 @@ def test_huge_lines_take_linear_time(tmp_path):
 
 
 def test_fuzz_never_raises_and_loses_no_line(tmp_path):
-    """Mutated files: bytes flipped, cut, repeated, lines swapped, values of other types put in."""
-    chance = random.Random(20260101)
-    base = [
-        header(parentSession="/x/2026_p.jsonl"),
-        entry("message", "y", None, message={"role": "system", "sections": {"p": "You"}}),
-        user("u", "y", [{"type": "text", "text": "q"}, {"type": "image", "data": "aGk="}]),
-        assistant("a", "u", "r", [call("c", arguments={"k": [1, 2.5, None]})], "toolUse"),
-        result("r", "a", "c"),
-        compaction("k", "r", "S", firstKeptEntryId="u"),
-        entry("branch_summary", "b", "k", fromId="root", summary="tried"),
-        entry("message", "x", "b", message={"role": "bashExecution", "command": "ls"}),
-        entry("custom_message", "m", "x", customType="t", content="hidden"),
-        compaction("n", "m", "T", retainedTail=[{"role": "assistant", "content": "A"}]),
-        assistant("z", "n", "end"),
-        entry("leaf", "l", "z", targetId="z"),
-    ]
-    deep = json.loads("[" * 900 + "]" * 900)
-    values = [
-        deep,
-        None,
-        0,
-        -1,
-        1e308,
-        True,
-        "",
-        "u",
-        "\ud800",
-        [],
-        [[]],
-        {},
-        {"type": []},
-        "toolUse",
-    ]
-    for number in range(400):
-        objects = json.loads(json.dumps(base))
-        for _ in range(chance.randrange(4)):
-            place = chance.choice(objects)
-            while chance.random() < 0.6:
-                inner = list(place.values() if isinstance(place, dict) else place)
-                inner = [v for v in inner if isinstance(v, dict | list) and v]
-                if not inner:
-                    break
-                place = chance.choice(inner)
-            keys = list(place) if isinstance(place, dict) else range(len(place))
-            place[chance.choice(list(keys))] = json.loads(json.dumps(chance.choice(values)))
-        data = bytearray(to_bytes(linear(*objects) if chance.random() < 0.1 else objects))
-        for _ in range(chance.randrange(3)):
-            at = chance.randrange(len(data))
-            action = chance.randrange(5)
-            if action == 0:
-                data[at] = chance.randrange(256)
-            elif action == 1:
-                del data[at : at + chance.randrange(1, 200)]
-            elif action == 2:
-                data[at:at] = bytes(chance.choices(b'\n{}[]",:\x00\xff\r ', k=5))
-            elif action == 3:
-                data[at:at] = data[: chance.randrange(len(data))]
-            else:
-                data = data[:at] or bytearray(b"\n")
-        options = {"leaves": chance.choice(["active", "all"]), "salvage": chance.random() < 0.5}
-        read(tmp_path / str(number), {"f.jsonl": bytes(data), "g.jsonl": GOOD}, **options)
+    """A small part of what `python tests/fuzz_reader.py` does; each case by its own number."""
+    for number in range(600):
+        data, chance = fuzz_reader.case(20260101, number, fuzz_reader.BASES)
+        fuzz_reader.check(tmp_path, data, chance)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from workflow_scripts.lib import entries, joblog
+from workflow_scripts.lib import entries, joblog, reading_order
 from workflow_scripts.lib.conversations import Tally, conversations_of
 
 
@@ -35,11 +35,11 @@ def read(
     Each record of something rejected goes to `reject`. Conversation names are made unique.
     """
     headers = {name: entries.first_header(folder / name) for name in names}
-    ancestors = _ancestors(headers)
+    ancestors = reading_order.ancestors_of(headers)
     claimed: set[str] = set()
     taken: Counter = Counter()
     counts.numbers["files"] += len(names)
-    ordered = sorted(names, key=lambda name: _order(headers[name], name))
+    ordered = reading_order.ordered(folder, names, headers)
     for name in joblog.track(ordered, "session files"):
         reading = entries.read_file(folder / name, name, salvage)
         rejected = reading.rejected
@@ -92,27 +92,3 @@ def stats_of(counts: Counts) -> dict:
             f"{stats['lines_read']} lines were read but {parts} accounted for; a bug in the reader"
         )
     return stats
-
-
-def _order(header: dict, name: str) -> tuple[str, str, str]:
-    return str(header.get("timestamp", "")), str(header.get("id", "")), name
-
-
-def _ancestors(headers: dict[str, dict]) -> dict[str, set[str]]:
-    """Names of all forebears of a file; the session between two others may be written nowhere."""
-    parents = {name: set(entries.parents_of(header)) for name, header in headers.items()}
-    known: dict[str, set[str]] = {}
-    for name, header in headers.items():
-        for alias in (Path(name).name, header.get("id")):
-            if isinstance(alias, str):
-                known.setdefault(alias, set()).update(parents[name])
-    found = {}
-    for name, named in parents.items():
-        waiting, reached = list(named), set()
-        while waiting:
-            parent = waiting.pop()
-            if parent not in reached:
-                reached.add(parent)
-                waiting += known.get(parent, ())
-        found[name] = reached
-    return found

@@ -7,6 +7,7 @@ they hold the same long answer. The split orders families by a hash of their own
 
 import re
 from collections.abc import Iterable
+from hashlib import blake2b
 from typing import NamedTuple
 
 from workflow_scripts.lib.turn_keys import content_of, digest
@@ -34,6 +35,7 @@ def families_of(conversations: Iterable[dict], seed: int) -> list[Family]:
     stretches: dict[str, str] = {}
     stems: dict[str, set[str]] = {}
     parents: dict[str, set[str]] = {}
+    first: dict[bytes, str] = {}  # session in which a mark was first seen
     for record in conversations:
         session = record["session"]
         stems.setdefault(_stem(record["file"]), set()).add(session)
@@ -43,11 +45,11 @@ def families_of(conversations: Iterable[dict], seed: int) -> list[Family]:
         )
         stretch = _first_stretch(record["turns"])
         stretches[session] = min(stretch, stretches.get(session, stretch))
-        for mark in _marks(record, stretch):
-            links.join(f"session {session}", mark)
+        for other in {first.setdefault(_hash(mark), session) for mark in _marks(record, stretch)}:
+            links.join(f"session {session}", f"session {other}")
     for session, names in parents.items():
         for name in names:
-            for alias in _aliases(name):
+            for alias in aliases_of(name):
                 found = stems.get(alias, set()) | ({alias} & turns.keys())
                 # A parent that is not here still joins the forks that name it.
                 for other in found or {f"absent {alias}"}:
@@ -137,11 +139,16 @@ def _first_stretch(turns: list[dict]) -> str:
     return digest("stretch", contents)
 
 
+def _hash(mark: str) -> bytes:
+    """Stand for a mark in few bytes, since a large corpus has millions."""
+    return blake2b(mark.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+
 def _stem(name: str) -> str:
     return re.split(r"[/\\]", name)[-1].removesuffix(".jsonl")
 
 
-def _aliases(parent: str) -> list[str]:
+def aliases_of(parent: str) -> list[str]:
     """Names under which a parent may be known: its basename, or the id after pi's timestamp."""
     stem = _stem(parent)
     _, _, identifier = stem.partition("_")

@@ -93,11 +93,25 @@ def tips(session: Session, tree: Tree, leaves: str) -> tuple[list[int], list[dic
                 detail = f"the leaf entry points at {shown(target)}, which is not in the file"
                 warnings.append(rejection(session.file, last.line, "unknown-leaf", detail, lines=0))
     if leaves == "all":
-        parents = {entry.parent for entry in tree.entries}
+        parents = {above for number in range(len(tree.entries)) for above in _above(tree, number)}
         for number, entry in enumerate(tree.entries):
             if number not in parents and number not in found and entry.data.get("type") != "leaf":
                 found.append(number)
     return found, warnings
+
+
+def _above(tree: Tree, number: int) -> set[int | None]:
+    """What an entry continues: nothing if it is a `leaf`, which only moves the tip."""
+    if tree.entries[number].data.get("type") == "leaf" and not tree.linear:
+        return set()
+    above: set[int | None] = set()
+    at = tree.entries[number].parent
+    while at not in above:
+        above.add(at)
+        if at is None or tree.entries[at].data.get("type") != "leaf":
+            break
+        at = tree.entries[at].parent
+    return above
 
 
 def path_to(tree: Tree, tip: int) -> list[int] | None:
