@@ -6,7 +6,7 @@ import pytest
 from workflow_scripts.lib import measure
 
 
-def step(number, seconds, new_shape=False, tokens=100):
+def step(number, seconds, new_shape=False, tokens=100, flops=256.0):
     return measure.Step(
         step=number,
         loss=1.0,
@@ -19,6 +19,7 @@ def step(number, seconds, new_shape=False, tokens=100):
         padded_tokens=128,
         device_bytes=None,
         new_shape=new_shape,
+        flops=flops,
     )
 
 
@@ -33,6 +34,7 @@ def test_rates_leave_out_first_shapes_and_fit_together():
     assert summary["tokens_per_s"] == pytest.approx(300 / 6)
     assert summary["supervised_tokens_per_s"] == pytest.approx(75 / 6)
     assert summary["padded_tokens_per_s"] == pytest.approx(3 * 128 / 6)
+    assert summary["flops_per_token"] == 256 / 128
     assert summary["step_seconds_p50"] == 2.0
     assert summary["step_seconds_p95"] == pytest.approx(2.9)
     assert summary["compile_seconds"] == pytest.approx(7.0 + 3.0)
@@ -45,6 +47,7 @@ def test_no_rate_is_made_up_when_every_step_saw_a_new_shape():
     assert summary["tokens_per_s"] is None
     assert summary["step_seconds_p50"] is None
     assert summary["compile_seconds"] is None
+    assert summary["flops_per_token"] is None
     assert summary["train_seconds"] == 2.0
     assert measure.summarize_steps([], 1, 1)["optimizer_steps"] == 0
 
@@ -64,7 +67,7 @@ def test_steps_are_on_disk_at_once_and_the_file_starts_anew(tmp_path):
             measure.write_step(file, step(1, 0.5))
             lines = path.read_text().splitlines()
             assert len(lines) == 1
-    assert json.loads(lines[0]).keys() == set(measure.Step._fields) - {"new_shape"}
+    assert json.loads(lines[0]).keys() == set(measure.Step._fields) - {"new_shape", "flops"}
 
 
 def test_a_step_that_is_not_finite_is_never_written_as_nan(tmp_path):

@@ -5,7 +5,7 @@ import sqlite3
 import polars as pl
 import pytest
 
-from workflow_scripts.lib import comparison, tables
+from workflow_scripts.lib import caveats, comparison, headings, tables
 from workflow_scripts.lib.jsonl import write_json, write_jsonl
 from workflow_scripts.lib.rows import ROW_FIELDS, make_row
 from workflow_scripts.plot_runs import plot_runs
@@ -109,6 +109,61 @@ def test_summary_of_present_runs_names_the_missing(results):
         assert (results / f"present/plots/{name}.svg").read_text("utf-8").startswith("<svg")
 
 
+def caveats_of(*changes):
+    rows = [
+        make_row(OK, {"backend": f"b{number}"}, change) for number, change in enumerate(changes)
+    ]
+    return caveats.caveats(pl.DataFrame(rows, infer_schema_length=None))
+
+
+def test_runs_of_one_problem_on_one_machine_need_no_caveat():
+    assert caveats_of({}, {"engine": "mlx", "device": "metal"}) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"utilization": 1.4}, "b1, tiny, 256 tokens (seed0): implausible. Its rate implies 1.4"),
+        ({"skipped_steps": 2}, "2 of 3 optimizer steps were skipped"),
+        ({"tokens_per_s": None}, "no rate, since every step saw a row length for the first time"),
+        ({"bits": 4, "group_size": 64}, "another base"),
+        ({"recipe": "published"}, "losses of different recipes are not comparable"),
+        ({"examples_sha256": "f"}, "over different rows"),
+        ({"model": "small"}, "nothing about an engine"),
+        ({"engine": "mlx"}, "says nothing about a Mac's GPU"),
+        ({"chip": "Other"}, "measured on different machines"),
+        ({"micro_batch": 2}, "compare tokens per second, not steps"),
+        ({"gradient_checkpointing": True}, "costs time and saves memory"),
+    ],
+)  # fmt: skip
+def test_each_caveat_is_said_where_it_applies_and_only_there(change, said):
+    same = {"micro_batch": 4, "gradient_checkpointing": False}
+    assert caveats_of(same, same) == []
+    (note,) = caveats_of(same, same | change)
+    assert said in note
+
+
+def test_published_optimizers_differ_by_engine():
+    notes = caveats_of(*({"recipe": "published", "engine": engine} for engine in ("torch", "mlx")))
+    assert any("AdamW with a cosine in PyTorch, plain Adam" in note for note in notes)
+
+
+def test_a_run_that_did_not_end_well_raises_no_caveat():
+    assert caveats_of({}, {"status": "diverged", "recipe": "published", "chip": "Other"}) == []
+
+
+def test_losses_share_a_letter_only_within_one_problem():
+    published = {"recipe": "published"}
+    rows = [
+        make_row(OK, change)
+        for change in (
+            {}, {"engine": "mlx", "dtype": "bfloat16"}, {"bits": 4}, {"bits": 4, "engine": "mlx"},
+            {"examples_sha256": "f"}, published, published | {"engine": "mlx"}, {"model": "m"},
+        )
+    ]  # fmt: skip
+    assert "".join(caveats.same_problem(rows)) == "AABBCDEF"
+
+
 def test_no_run_yet_says_where_to_look(results):
     with pytest.raises(FileNotFoundError, match="no run of the study has ended yet; see"):
         summarize_present("s", str(results), ["torch/tiny/256/seed0"])
@@ -130,7 +185,7 @@ def test_database_answers_questions_over_runs_and_steps(results):
 def test_main_table_has_units_variants_and_three_digits(results):
     runs = [write_run(results, "torch"), write_run(results, "torch", variant="hot", context=512)]
     table = comparison.read_rows([results / "runs" / run / "row.json" for run in runs])
-    text = tables.markdown_table(comparison.named(table, comparison.MAIN))
+    text = tables.markdown_table(comparison.named(table, headings.MAIN))
     heading, rule, first, second = text.splitlines()
     assert "process peak (MB)" in heading
     assert "variant" in heading

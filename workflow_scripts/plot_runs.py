@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import polars as pl
 
 from workflow_scripts.lib import charts, joblog
-from workflow_scripts.lib.comparison import MEGA, read_rows
+from workflow_scripts.lib.comparison import read_rows
 from workflow_scripts.lib.database import STEP_FIELDS
+from workflow_scripts.lib.headings import MEGA
 from workflow_scripts.lib.jsonl import read_jsonl
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 
 class Step(NamedTuple):
-    """One optimizer step as `steps.jsonl` has it, and whether an engine saw a shape for the first
-    time in it (`new_shape`, not written).
+    """One optimizer step as `steps.jsonl` has it, and what is not written: whether an engine saw a
+    shape for the first time in it, and how much arithmetic it was.
     """
 
     step: int  # 1-based
@@ -29,6 +29,7 @@ class Step(NamedTuple):
     padded_tokens: int
     device_bytes: int | None
     new_shape: bool = False
+    flops: float = 0.0
 
 
 class StepClock:
@@ -60,7 +61,8 @@ def summarize_steps(steps: Sequence[Step], micro_batches: int, sequences: int) -
     `micro_batches` and `sequences` are those of one optimizer step. Rates, p50 and p95 leave out
     each step in which a shape came for the first time (null when none is left): engines compile
     there. `compile_seconds` is what those steps took above the median of the others;
-    `train_seconds` and the trained tokens count every step.
+    `train_seconds` and the trained tokens count every step. `flops_per_token` is FLOP per computed
+    token, padding included, over the steps that the rates are from.
     """
     settled = [step for step in steps if not step.new_shape]
     seconds = sum(step.seconds for step in settled)
@@ -74,6 +76,7 @@ def summarize_steps(steps: Sequence[Step], micro_batches: int, sequences: int) -
         else (None, None)
     )
     first = [step.seconds for step in steps if step.new_shape]
+    padded = sum(step.padded_tokens for step in settled)
     return {
         "optimizer_steps": len(steps),
         "train_seconds": sum(step.seconds for step in steps),
@@ -85,7 +88,8 @@ def summarize_steps(steps: Sequence[Step], micro_batches: int, sequences: int) -
         "sequences_per_s": per_second(len(settled) * sequences),
         "tokens_per_s": per_second(sum(step.tokens for step in settled)),
         "supervised_tokens_per_s": per_second(sum(step.supervised_tokens for step in settled)),
-        "padded_tokens_per_s": per_second(sum(step.padded_tokens for step in settled)),
+        "padded_tokens_per_s": per_second(padded),
+        "flops_per_token": sum(step.flops for step in settled) / padded if padded else None,
         "trained_tokens": sum(step.tokens for step in steps),
         "trained_supervised_tokens": sum(step.supervised_tokens for step in steps),
     }
@@ -102,7 +106,7 @@ def steps_file(path: str | Path) -> Iterator[IO[str]]:
 def write_step(file: IO[str], step: Step) -> None:
     """Append one step as one flushed line."""
     values = step._asdict()
-    del values["new_shape"]
+    del values["new_shape"], values["flops"]
     file.write(json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n")
 
 

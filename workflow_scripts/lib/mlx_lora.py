@@ -6,7 +6,7 @@ The loss lies in `mlx_loss`, the optimizer steps in `mlx_loop`.
 import json
 from pathlib import Path
 
-from workflow_scripts.lib import measure, precision, recipe, training
+from workflow_scripts.lib import matmul_peak, measure, precision, recipe, training
 from workflow_scripts.lib.mlx_loop import train
 from workflow_scripts.lib.mlx_loss import evaluate
 from workflow_scripts.lib.training import Engine
@@ -35,6 +35,7 @@ def load(settings: dict, config: dict) -> Engine:
     mx.set_default_device(mx.cpu if device == "cpu" else mx.gpu)
     _set_limits(mx, device)
     mx.random.seed(settings["seed"])
+    peak_flops = matmul_peak.mlx_peak_flops(dtype)
     mx.reset_peak_memory()
     model, _ = load_model(Path(settings["model_folder"]), lazy=True)
     model.set_dtype(getattr(mx, dtype))
@@ -53,6 +54,7 @@ def load(settings: dict, config: dict) -> Engine:
         packages=PACKAGES,
         trainable_parameters=trainable,
         total_parameters=total + trainable,
+        matmul_peak_flops=peak_flops,
         load_peak_bytes=load_peak,
         evaluate=lambda rows: evaluate(model, rows),
         train=lambda plan, recorder: train(model, settings, dtype, plan, recorder),

@@ -24,6 +24,7 @@ class Recorder:
     """Takes in each optimizer step as it happens: file, progress, and the figures of the end."""
 
     file: IO[str]
+    flops: Callable[[Batch], float] = lambda batch: 0.0  # arithmetic of one micro-batch
     steps: list[measure.Step] = field(default_factory=list)
     shapes: set[tuple[int, ...]] = field(default_factory=set)
     show: Callable[[measure.Step], None] = lambda step: None
@@ -63,6 +64,7 @@ class Recorder:
             padded_tokens=sum(batch.padded for batch in micro_batches),
             device_bytes=device_bytes,
             new_shape=not shapes <= self.shapes,
+            flops=sum(map(self.flops, micro_batches)),
         )
         self.shapes |= shapes
         self.steps.append(step)

@@ -6,7 +6,7 @@ The loss lies in `torch_loss`, the optimizer steps in `torch_trainer`.
 import os
 import warnings
 
-from workflow_scripts.lib import measure, precision, recipe, training
+from workflow_scripts.lib import matmul_peak, measure, precision, recipe, training
 from workflow_scripts.lib.torch_loss import evaluate
 from workflow_scripts.lib.torch_trainer import train
 from workflow_scripts.lib.training import Engine
@@ -30,6 +30,8 @@ def load(settings: dict, config: dict) -> Engine:
         settings["device"], settings["dtype"], **probe(settings["device"])
     )
     memory = measure.TorchMemory(device)
+    peak_flops = matmul_peak.torch_peak_flops(device, dtype)
+    memory.restart()
     placed = {} if device == "cpu" else {"device_map": {"": device}}
     model = transformers.AutoModelForCausalLM.from_pretrained(
         settings["model_folder"],
@@ -51,6 +53,7 @@ def load(settings: dict, config: dict) -> Engine:
         packages=PACKAGES,
         trainable_parameters=trainable,
         total_parameters=total + trainable,
+        matmul_peak_flops=peak_flops,
         load_peak_bytes=load_peak,
         evaluate=lambda rows: evaluate(model, device, rows),
         train=lambda plan, recorder: train(model, settings, device, dtype, memory, plan, recorder),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workflow_scripts.lib import batches, guard, measure, precision, recipe
+from workflow_scripts.lib import batches, flops, guard, measure, precision, recipe
 from workflow_scripts.lib.batches import Batch, Plan
 from workflow_scripts.lib.joblog import say
 from workflow_scripts.lib.jsonl import read_json, write_json
@@ -33,6 +33,7 @@ class Engine(NamedTuple):
     packages: tuple[str, ...]
     trainable_parameters: int
     total_parameters: int
+    matmul_peak_flops: float  # measured on this device, in the type of the activations
     load_peak_bytes: int | None
     evaluate: Callable[[Iterable[Batch]], tuple[float, int]]  # summed loss, correct tokens
     train: Callable[[Plan, Recorder], None]
@@ -99,7 +100,8 @@ def _train(settings: dict, state: Path, load: Callable[[dict, dict], Engine]) ->
     engine = load(settings, config)
     say(
         f"{engine.trainable_parameters:,} of {engine.total_parameters:,} parameters are trained, "
-        f"{engine.dtype} on {engine.device}; loaded in {time.perf_counter() - started:.1f} s"
+        f"{engine.dtype} on {engine.device}; ready in {time.perf_counter() - started:.1f} s; "
+        f"matrix products reach {engine.matmul_peak_flops / 1e12:.3g} TFLOP/s"
     )
 
     def evaluate(when: str) -> dict:
@@ -110,7 +112,10 @@ def _train(settings: dict, state: Path, load: Callable[[dict, dict], Engine]) ->
     before = after = NOT_EVALUATED
     reason = None
     with measure.steps_file(state / "steps.jsonl") as file:
-        recorder = Recorder(file)
+        recorder = Recorder(
+            file,
+            flops=flops.counter(config, settings["lora"]["r"], settings["gradient_checkpointing"]),
+        )
         try:
             before = evaluate("before")
             with progress(settings["optimizer_steps"]) as recorder.show:
@@ -123,6 +128,7 @@ def _train(settings: dict, state: Path, load: Callable[[dict, dict], Engine]) ->
         reason = f"no optimizer step of {skipped} was applied: every gradient overflowed"
     _save_whole(engine.save, state / "adapter")
     memory = engine.memory()
+    rates = measure.summarize_steps(recorder.steps, accumulation, effective)
     train_file, val_file = settings["train_file"], settings["val_file"]
     return {
         "status": "ok" if reason is None else "diverged",
@@ -130,7 +136,11 @@ def _train(settings: dict, state: Path, load: Callable[[dict, dict], Engine]) ->
         "last_step": len(recorder.steps),
         "device": engine.device,
         "dtype": engine.dtype,
-        **measure.summarize_steps(recorder.steps, accumulation, effective),
+        **rates,
+        "matmul_peak_flops": engine.matmul_peak_flops,
+        "utilization": flops.utilization(
+            rates["flops_per_token"], rates["padded_tokens_per_s"], engine.matmul_peak_flops
+        ),
         "skipped_steps": skipped,
         "distinct_shapes": len(recorder.shapes),
         "evaluation_seconds": before["seconds"] + after["seconds"],

@@ -1,0 +1,121 @@
+"""What a reader must know before comparing runs, each said only where it applies."""
+
+from collections.abc import Sequence
+from string import ascii_uppercase
+
+import polars as pl
+
+
+def caveats(table: pl.DataFrame) -> list[str]:
+    """Return the sentences that apply to these rows of runs, the most important first."""
+    done = table.filter(pl.col("status") == "ok")
+    rows = done.to_dicts()
+    notes = [
+        f"{run_name(row)}: implausible. Its rate implies {row['utilization']:.1f} times the "
+        "fastest matrix product measured on its device; its speed counts for nothing until "
+        "that is explained."
+        for row in rows
+        if implausible(row)
+    ]
+    notes += [
+        f"{run_name(row)}: {row['skipped_steps']} of {row['optimizer_steps']} optimizer steps were "
+        "skipped, because a float16 gradient overflowed at the scale of its loss; the scale was "
+        "halved each time."
+        for row in rows
+        if row["skipped_steps"]
+    ]
+    notes += [
+        f"{run_name(row)}: no rate, since every step saw a row length for the first time; give it "
+        "more optimizer_steps."
+        for row in rows
+        if row["optimizer_steps"] and row["tokens_per_s"] is None
+    ]
+    return notes + _about_losses(done) + _about_speed(done)
+
+
+def implausible(row: dict) -> bool:
+    """Whether a run claims more arithmetic than its device was measured to be capable of.
+
+    Then its tokens or its times are wrong, or the peak was measured while something else ran.
+    """
+    return row["utilization"] is not None and row["utilization"] > 1.0
+
+
+def same_problem(rows: Sequence[dict]) -> list[str]:
+    """Return one letter a row: losses compare within a letter, and not across letters.
+
+    A letter stands for the same rows, frozen weights (quantized ones are others) and recipe; under
+    `published` the two engines have different optimizers, so each is a problem of its own.
+    """
+    letters: dict[tuple, str] = {}
+    found = []
+    for row in rows:
+        engine = row["engine"] if row["recipe"] == "published" else None
+        weights = (row["model"], row["model_sha256"], row["bits"], row["group_size"])
+        key = (row["examples_sha256"], *weights, row["recipe"], engine)
+        found.append(letters.setdefault(key, _letters(len(letters))))
+    return found
+
+
+def run_name(row: dict) -> str:
+    """A run as people name it in a sentence."""
+    return f"{row['backend']}, {row['model']}, {row['context']} tokens ({row['variant']})"
+
+
+def _about_losses(done: pl.DataFrame) -> list[str]:
+    notes = []
+    if done.select(pl.struct("bits", "group_size").n_unique()).item() > 1:
+        notes.append(
+            "Quantized runs start from other weights than whole ones, so their losses stand on "
+            "another base."
+        )
+    recipes = set(done["recipe"])
+    if len(recipes) > 1:
+        notes.append("Runs differ in recipe: losses of different recipes are not comparable.")
+    if "published" in recipes and done.filter(recipe="published")["engine"].n_unique() > 1:
+        notes.append(
+            "Under recipe `published` the engines use different optimizers (AdamW with a cosine in "
+            "PyTorch, plain Adam at a constant rate in MLX): their losses are not comparable."
+        )
+    if done["examples_sha256"].n_unique() > 1:
+        notes.append(
+            "Losses at different contexts or tokenizers are over different rows, and not "
+            "comparable."
+        )
+    if done["model"].n_unique() > 1:
+        notes.append(
+            "Losses of different models say which model fits these rows better, nothing about an "
+            "engine."
+        )
+    return notes
+
+
+def _about_speed(done: pl.DataFrame) -> list[str]:
+    notes = []
+    if done.filter((pl.col("device") == "cpu") & (pl.col("engine") == "mlx")).height:
+        notes.append(
+            "MLX ran on its CPU build, which says nothing about a Mac's GPU: compare learning "
+            "here, not speed."
+        )
+    if done.select(pl.struct("chip", "os").n_unique()).item() > 1:
+        notes.append("Runs were measured on different machines: their speeds are not comparable.")
+    if done["effective_batch"].n_unique() > 1 or done["micro_batch"].n_unique() > 1:
+        notes.append(
+            "Runs differ in rows a step or a micro-batch: compare tokens per second, not steps."
+        )
+    if done["gradient_checkpointing"].n_unique() > 1:
+        notes.append(
+            "Some runs recompute activations (gradient checkpointing), which costs time and saves "
+            "memory."
+        )
+    return notes
+
+
+def _letters(number: int) -> str:
+    """A, B, …, Z, AA, AB, …"""
+    text = ""
+    number += 1
+    while number:
+        number, digit = divmod(number - 1, len(ascii_uppercase))
+        text = ascii_uppercase[digit] + text
+    return text
