@@ -169,7 +169,11 @@ def plots_of_runs():
 
 
 def show_summary():
-    """Print the comparison and where it lies, once it has been made."""
-    summary = Path("results", study.name, "summary.md")
-    if summary.is_file():
+    """Print the comparison and where it lies, once it has been made: the latest, if there are two."""
+    folder = Path("results", study.name)
+    found = [
+        path for path in (folder / "summary.md", folder / "present/summary.md") if path.is_file()
+    ]
+    if found:
+        summary = max(found, key=lambda path: path.stat().st_mtime)
         print(f"\n{summary.read_text('utf-8')}\nSummary: {summary}", file=sys.stderr)

@@ -21,7 +21,7 @@ rule snapshot_sessions:
 rule read_sessions:
     """Read the session files as the agent itself would, into conversations and rejected lines."""
     input:
-        raw=rules.snapshot_sessions.output.raw,
+        raw=ancient(rules.snapshot_sessions.output.raw),  # the manifest tells whether it changed
         manifest=rules.snapshot_sessions.output.manifest,
         code=code_of("read_sessions"),
     output:

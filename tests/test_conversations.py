@@ -599,7 +599,11 @@ def test_system_messages_before_a_compaction_are_folded_into_the_opening(tmp_pat
 
 @pytest.mark.parametrize(
     ("target", "turns", "warned"),
-    [("a", [["u q", "a* A"]], []), (None, [], []), ("gone", [], ["unknown-leaf"])],
+    [
+        ("a", [["u q", "a* A"]], []),
+        (None, [], ["no-conversation"]),
+        ("gone", [], ["unknown-leaf", "no-conversation"]),
+    ],
 )
 def test_leaf_entry_moves_the_tip_even_without_an_id(tmp_path, target, turns, warned):
     lines = [*FORK, user("v", "a"), assistant("b", "v", "B")]
@@ -607,6 +611,19 @@ def test_leaf_entry_moves_the_tip_even_without_an_id(tmp_path, target, turns, wa
     conversations, rejected, _ = read(tmp_path, {"f.jsonl": [header(), *lines]})
     assert [shape(c) for c in conversations] == turns
     assert reasons(rejected) == warned
+
+
+def test_a_session_whose_last_entry_stands_alone_is_named(tmp_path):
+    files = {"f.jsonl": [header(), *FORK, {"type": "weird", "id": "z"}]}
+    conversations, rejected, _ = read(tmp_path, files)
+    assert conversations == []
+    (record,) = rejected
+    assert (record["line"], record["reason"], record["lines"]) == (1, "no-conversation", 0)
+    assert "other-branch 2" in record["detail"]
+    assert "`sessions.leaves: all`" in record["detail"]
+    conversations, rejected, _ = read(tmp_path / "all", files, leaves="all")
+    assert [shape(c) for c in conversations] == [["u q", "a* A"]]
+    assert rejected == []
 
 
 def test_later_version_without_any_parent_is_read_in_order(tmp_path):

@@ -65,6 +65,7 @@ def test_glued_and_torn_lines_are_refused(tmp_path):
     assert [(r["line"], r["reason"]) for r in rejected] == [
         (2, "glued-objects"),
         (3, "torn-last-line"),
+        (1, "no-conversation"),
     ]
     assert stats["lines_rejected"] == 2
 

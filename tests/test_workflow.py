@@ -127,6 +127,9 @@ def test_the_whole_study_leaves_what_the_design_names(project):
         run = results / f"runs/{backend}/tiny/128/seed0"
         assert step_numbers(run / "steps.jsonl") == [1, 2, 3]
         assert list((run / "adapter").glob("*.safetensors"))
+        card = (run / "adapter/README.md").read_text("utf-8")
+        assert f"| validation loss | {row['val_loss_before']:.4f} | {row['val_loss']:.4f} |" in card
+        assert f"results/small/runs/{backend}/tiny/128/seed0/adapter" in card
         assert (run / "memory.jsonl").read_text()
         assert (results / f"state/{backend}/tiny/128/seed0/settings.json").is_file()
     names = "summary.csv summary.md plots/loss.svg plots/speed.svg plots/memory.svg manifest.json"
@@ -219,8 +222,15 @@ def test_a_new_session_file_waits_until_it_is_asked_for(project):
         assert project.plan() == {}
         planned = project.plan("all", "-R", "snapshot_sessions")
         assert planned["snapshot_sessions"] == planned["read_sessions"] == 1
+        look = ("snapshot_sessions", "-R", "snapshot_sessions")
+        assert project.run(*look).returncode == 0
+        planned = project.plan()
+        assert planned["read_sessions"] == planned["train_torch"] == 1
+        assert "snapshot_sessions" not in planned
     finally:
         new.unlink()
+    assert project.run(*look).returncode == 0
+    assert project.plan() == {}, "the sessions are those of before, so nothing is made again"
 
 
 def test_a_study_takes_nothing_from_the_default_one_and_lies_beside_it(project):
@@ -290,9 +300,9 @@ def test_a_bug_in_one_training_fails_red_with_its_log_while_others_go_on(restore
     assert "ArithmeticError" in (results / "logs/train_torch/torch/tiny/128/seed0.log").read_text()
     done = restored.run("summarize_present")
     assert done.returncode == 0, done.stderr
-    assert "Still missing (1 run):\n\n- torch/tiny/128/seed0" in (
-        results / "present/summary.md"
-    ).read_text("utf-8")
+    text = (results / "present/summary.md").read_text("utf-8")
+    assert "Still missing (1 run):\n\n- torch/tiny/128/seed0" in text
+    assert text in done.stderr
 
 
 @pytest.mark.parametrize("backend", ["torch", "mlx-4bit"])

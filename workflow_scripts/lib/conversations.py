@@ -103,7 +103,9 @@ def conversations_of(
                 "parents": session.parents,
                 **record,
             }
-    _count(session, tree, pieces, used, notes, tally, rejected)
+    fates = _count(session, tree, pieces, used, notes, tally, rejected)
+    if not used:
+        rejected.append(_without_conversation(session, fates))
 
 
 def epochs_of(tree: Tree, path: list[int]) -> list[Epoch]:
@@ -183,8 +185,16 @@ def _observed_tools(pieces: dict[int, Piece]) -> list[dict]:
     )
 
 
-def _count(session, tree, pieces, used, notes, tally, rejected) -> None:
-    """Give every line of the session one fate, and count what was removed or changed."""
+def _without_conversation(session: Session, fates: Counter) -> dict:
+    counts = ", ".join(f"{why} {count}" for why, count in sorted(fates.items())) or "no lines"
+    detail = f"no assistant turn to train on in session {session.id}: {counts}"
+    if fates["other-branch"]:
+        detail += "; `sessions.leaves: all` reads the other branches"
+    return rejection(session.file, session.line, "no-conversation", detail, lines=0)
+
+
+def _count(session, tree, pieces, used, notes, tally, rejected) -> Counter:
+    """Count what was removed or changed, and return how many lines had which fate."""
     dropped = {entry: what for what, entry in notes if what in tool_results.DROPPED}
     fates: dict[int, str] = {}
     for number, entry in enumerate(tree.entries):
@@ -212,5 +222,7 @@ def _count(session, tree, pieces, used, notes, tally, rejected) -> None:
             rejected.append(rejection(session.file, line, piece.why, detail, lines=0))
     tally.changed.update(what for what, _ in notes if what not in tool_results.DROPPED)
     tally.outside["header"] += 1
-    tally.outside.update(fate for fate in fates.values() if fate != "used")
-    tally.lines_used += sum(fate == "used" for fate in fates.values())
+    counts = Counter(fates.values())
+    tally.lines_used += counts["used"]
+    tally.outside.update({fate: count for fate, count in counts.items() if fate != "used"})
+    return counts

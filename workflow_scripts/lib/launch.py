@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from workflow_scripts.lib import batches, guard
+from workflow_scripts.lib.adapter_card import adapter_card
 from workflow_scripts.lib.joblog import say
 from workflow_scripts.lib.jsonl import read_json, write_json
 from workflow_scripts.lib.machine import describe_machine, usable_cores
@@ -58,6 +59,9 @@ def train_and_publish(
         row = make_row(settings, result, describe_machine(), {"started_at": started_at})
         _publish_file(state / "steps.jsonl", Path(steps_file))
         _publish_file(state / "memory.jsonl", Path(memory_file))
+        if (state / "adapter").is_dir():
+            card = adapter_card(row, model_folder, adapter_folder)
+            (state / "adapter/README.md").write_text(card, "utf-8")
         _publish_folder(state / "adapter", Path(adapter_folder))
         write_json(row_file, row)
     say(f"{row['status']}" + (f": {row['reason']}" if row["reason"] else ""))

@@ -82,7 +82,10 @@ def _what_is_broken(text: str, error: json.JSONDecodeError, ended: bool) -> tupl
         return "glued-objects", f"a second JSON value begins at character {error.pos + 1}"
     if not ended:
         return "torn-last-line", f"the file ends within this line ({error.msg})"
-    return "broken-json", f"{error.msg} at character {error.pos + 1} of {len(text)}"
+    return (
+        "broken-json",
+        f"{error.msg.removesuffix(' starting at')} at character {error.pos + 1} of {len(text)}",
+    )
 
 
 def _split(text: str) -> list[dict] | None:

@@ -78,7 +78,7 @@ def progress(total: int):
     started = last = time.monotonic()
 
     def text(step: measure.Step) -> str:
-        memory = f", {step.device_bytes / 1e6:,.0f} MB" if step.device_bytes else ""
+        memory = f", {step.device_bytes / 1e6:,.0f} MB on the device" if step.device_bytes else ""
         return f"loss {step.loss:.4f}, {step.tokens / step.seconds:,.0f} tokens/s{memory}"
 
     def line(step: measure.Step) -> None:
