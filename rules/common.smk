@@ -9,8 +9,11 @@ from pathlib import Path
 import yaml
 from rules.sources import sources_of
 from rules.study import ConfigError, load_study
+from rules.yaml_files import refuse_repeated_keys
 
 try:
+    for file in workflow.overwrite_configfiles or [Path(workflow.basedir, "config.yaml")]:
+        refuse_repeated_keys(file)
     study = load_study(
         config,
         yaml.safe_load(Path(workflow.basedir, "schemas/config.schema.yaml").read_text("utf-8")),

@@ -1,6 +1,7 @@
 """The config against its schema: unknown keys, wrong values, defaults; each refusal is one line."""
 
 import difflib
+import math
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -92,6 +93,8 @@ def _with_typed_text(root: dict, schema: dict, value: object) -> object:
     schema = _resolve(root, schema)
     if isinstance(value, str):
         return _typed(value, schema)
+    if isinstance(value, float):
+        return _whole_or_finite(value, _kinds(schema))
     parts = {
         key: _with_typed_text(root, part, item)
         for key, part, item in _children(root, schema, value)
@@ -102,8 +105,7 @@ def _with_typed_text(root: dict, schema: dict, value: object) -> object:
 
 
 def _typed(text: str, schema: dict) -> object:
-    kinds = schema.get("type", [])
-    kinds = kinds if isinstance(kinds, list) else [kinds]
+    kinds = _kinds(schema)
     words = {"true": (True, "boolean"), "false": (False, "boolean"), "null": (None, "null")}
     if text in words and words[text][1] in kinds:
         return words[text][0]
@@ -113,8 +115,20 @@ def _typed(text: str, schema: dict) -> object:
     for kind, read in (("integer", int), ("number", float)):
         if kind in kinds:
             with suppress(ValueError):
-                return read(text)
+                return _whole_or_finite(read(text), kinds)
     return text
+
+
+def _kinds(schema: dict) -> list[str]:
+    kinds = schema.get("type", [])
+    return kinds if isinstance(kinds, list) else [kinds]
+
+
+def _whole_or_finite(value: float, kinds: list[str]) -> object:
+    """64.0 as 64 where an integer is expected; NaN and infinity as text, which is no number."""
+    if not math.isfinite(value):
+        return str(value)
+    return int(value) if "integer" in kinds and value == int(value) else value
 
 
 def _what_is_wrong(error: jsonschema.ValidationError) -> str:
@@ -130,7 +144,7 @@ def _what_is_wrong(error: jsonschema.ValidationError) -> str:
             kinds = rule if isinstance(rule, list) else [rule]
             return f"found {found!r}, expected {' or '.join(kinds)}"
         case "minItems" | "minProperties":
-            return "is empty; it needs at least one entry"
+            return f"has {len(found)} entries, and needs at least {rule}"
         case "minimum" | "exclusiveMinimum" | "maximum" | "exclusiveMaximum":
             bound = {
                 "minimum": "at least",

@@ -186,14 +186,16 @@ def _check_backend(name: str, backend: dict) -> None:
 
 
 def _refuse_equal_runs(runs: list[Run]) -> None:
+    """Refuse two runs in one folder; on a Mac, upper and lower case name the same one."""
     seen: set[str] = set()
     for run in runs:
-        if run.folder in seen:
+        folder = run.folder.lower()
+        if folder in seen:
             raise ConfigError(
                 f"runs: two runs would write to {run.folder}; remove one of them, or give it "
                 "another variant"
             )
-        seen.add(run.folder)
+        seen.add(folder)
 
 
 def _training_keys(backend: dict) -> dict:

@@ -7,6 +7,7 @@ import yaml
 
 from rules.contract import ConfigError
 from rules.study import load_study
+from rules.yaml_files import refuse_repeated_keys
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = yaml.safe_load((ROOT / "schemas/config.schema.yaml").read_text("utf-8"))
@@ -41,11 +42,11 @@ def load(changes=""):
         ("models: {tiny-4bit: {source: shape}}", "kept for the quantized form"),
         ("models: {tiny: {source: shape, heads: 3}}", "heads 3 does not divide hidden_size 128"),
         ("models: {tiny: {source: shape, embedding_rows: 400}}", "smaller than vocabulary 4096"),
-        ("backends: {}", "backends: is empty; it needs at least one entry"),
+        ("backends: {}", "backends: has 0 entries, and needs at least 1"),
         ("backends: {torch: {engine: torch, bits: 4}}", "bits 4 is for engine mlx"),
         ("backends: {torch: {engine: torch, bits: 5}}", "allowed are: 4, 8, null"),
         ("backends: {torch: {engine: torch, device: metal}}", "allowed are: auto, mps, cuda, cpu"),
-        ("runs: []", "runs: is empty; it needs at least one entry"),
+        ("runs: []", "runs: has 0 entries, and needs at least 1"),
         ("runs: [{backend: torch, model: tiny}]", "runs[1]: the key 'context' is missing"),
         (
             "runs: [{backend: torhc, model: tiny, context: 256}]",
@@ -68,6 +69,16 @@ def load(changes=""):
             "runs: [{backend: torch, model: tiny, context: 256, seed: 1, seeds: [2]}]",
             "both seed and seeds",
         ),
+        ("training: {learning_rate: .nan}", "learning_rate: found 'nan', expected number"),
+        ("training: {weight_decay: inf}", "weight_decay: found 'inf', expected number"),
+        ("training: {betas: [0.9]}", "training.betas: has 1 entries, and needs at least 2"),
+        ("training: {optimizer_steps: 10000000}", "expected at most 1000000"),
+        ('study: "name\\n"', "Letters, digits, dot, dash"),
+        (
+            "runs: [{backend: torch, model: tiny, context: 256, variant: a}, "
+            "{model: tiny, context: 256, backend: torch, variant: A}]",
+            "runs: two runs would write to torch/tiny/256/A",
+        ),
         (
             "runs: [{backend: torch, model: tiny, context: 256}, "
             "{model: tiny, context: 256, backend: torch}]",
@@ -80,6 +91,20 @@ def test_refusals_are_one_line_that_names_key_and_remedy(changes, message):
         load(changes)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_whole_floats_are_integers_where_the_schema_wants_them():
+    study = load("runs: [{backend: torch, model: tiny, context: 64.0}]")
+    assert study.runs[0].folder == "torch/tiny/64/seed0"
+
+
+def test_a_key_given_twice_names_file_and_line(tmp_path):
+    file = tmp_path / "study.yaml"
+    file.write_text("study: a\nbackends:\n  torch: {engine: torch}\n  torch: {engine: mlx}\n")
+    with pytest.raises(ConfigError, match=r"study\.yaml, line 4: the key 'torch' is given twice"):
+        refuse_repeated_keys(file)
+    file.write_text("study: a\nbackends: {torch: {engine: torch}}\n")
+    refuse_repeated_keys(file)
 
 
 def test_missing_section_is_named():

@@ -1,6 +1,7 @@
 """Models from a folder and from the hub (a local stand-in, the real client), and quantized ones."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,31 @@ def test_a_folder_with_a_missing_shard(model_folder, tmp_path):
     jsonl.write_json(tmp_path / "model.safetensors.index.json", index)
     with pytest.raises(ValueError, match="names model-00002-of-00002"):
         fetch_model(tmp_path / "model", "path", path=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("model.safetensors", lambda data: data[: len(data) // 2], "not a whole safetensors file"),
+        ("config.json", lambda data: data[:-5], "not JSON"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(model_folder, tmp_path, file, damage, message):
+    source = tmp_path / "source"
+    shutil.copytree(model_folder, source)
+    (source / file).write_bytes(damage((source / file).read_bytes()))
+    with pytest.raises(ValueError, match=rf"source/{file}: {message}"):
+        fetch_model(tmp_path / "model", "path", path=str(source))
+    assert not (tmp_path / "model").exists()
+
+
+def test_weights_of_a_folder_are_no_link_to_it(model_folder, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(model_folder, source)
+    fetch_model(tmp_path / "model", "path", path=str(source))
+    before = files_of(tmp_path / "model")
+    (source / "model.safetensors").write_bytes(b"other weights")
+    assert files_of(tmp_path / "model") == before
 
 
 def test_no_such_folder(tmp_path):

@@ -1,5 +1,6 @@
 """From row.json and steps.jsonl files to the table, the text, the database and the charts."""
 
+import json
 import sqlite3
 
 import polars as pl
@@ -130,6 +131,7 @@ def test_runs_of_one_problem_on_one_machine_need_no_caveat():
         ({"recipe": "published"}, "losses of different recipes are not comparable"),
         ({"examples_sha256": "f"}, "over different rows"),
         ({"model": "small"}, "nothing about an engine"),
+        ({"model_sha256": "m"}, "Runs of tiny stand on different weights"),
         ({"engine": "mlx"}, "says nothing about a Mac's GPU"),
         ({"chip": "Other"}, "measured on different machines"),
         ({"micro_batch": 2}, "compare tokens per second, not steps"),
@@ -206,10 +208,29 @@ def test_three_digits(value, text):
     assert tables.three_digits(value) == text
 
 
-def test_broken_row_names_the_file(results):
-    write_json(results / "row.json", {"study": "s"})
-    with pytest.raises(ValueError, match=r"row\.json: fields missing from the row: backend"):
-        comparison.read_rows([results / "row.json"])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("null", "not the row of a run: it holds NoneType; delete it and run again"),
+        ('{"study": "s"}', r"lacks \d+ fields, such as backend, engine, device; delete it"),
+        (json.dumps({**make_row(OK), "status": "fine"}), "has status 'fine', none of ok, oom"),
+        (json.dumps(make_row(OK, {"val_loss": "zero"})), "has no number in val_loss"),
+        ("{", "not JSON"),
+        ("\udcff\udcfe", "not JSON"),
+    ],
+)
+def test_broken_row_names_the_file(tmp_path, text, problem):
+    file = tmp_path / "row.json"
+    file.write_text(text, "utf-8", "surrogateescape")
+    with pytest.raises(ValueError, match=rf"row\.json: {problem}|row\.json: .*{problem}"):
+        comparison.read_rows([file])
+
+
+def test_a_run_without_its_steps_is_missing(results):
+    runs = [write_run(results, "torch"), write_run(results, "mlx", engine="mlx")]
+    (results / "runs" / runs[1] / "steps.jsonl").unlink()
+    text = summarize_present("s", str(results), runs).read_text("utf-8")
+    assert f"Still missing (1 run):\n\n- {runs[1]}" in text
 
 
 def test_charts_of_a_study_without_a_successful_run(results, tmp_path):

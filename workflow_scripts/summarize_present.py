@@ -9,13 +9,17 @@ from workflow_scripts.summarize_runs import summarize_runs
 
 
 def summarize_present(study: str, results_folder: str, run_folders: Sequence[str]) -> Path:
-    """Summarize the runs that have a row, into present/ beside the study's own summary.
+    """Summarize the runs that have a row and steps, into present/ beside the study's own summary.
 
     Returns the path of the text. Raises FileNotFoundError when no run has a row yet.
     """
     results = Path(results_folder)
     runs = {run: results / "runs" / run for run in run_folders}
-    present = [run for run, folder in runs.items() if (folder / "row.json").is_file()]
+    present = [
+        run
+        for run, folder in runs.items()
+        if (folder / "row.json").is_file() and (folder / "steps.jsonl").is_file()
+    ]
     if not present:
         raise FileNotFoundError(
             f"{results}/runs: no run of the study has ended yet; see {results}/logs"

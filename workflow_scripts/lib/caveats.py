@@ -82,6 +82,12 @@ def _about_losses(done: pl.DataFrame) -> list[str]:
             "Losses at different contexts or tokenizers are over different rows, and not "
             "comparable."
         )
+    weights = done.select("model", "bits", "group_size", "model_sha256").unique()
+    changed = weights.filter(weights.drop("model_sha256").is_duplicated())
+    notes += [
+        f"Runs of {model} stand on different weights: its files changed between them."
+        for model in sorted(set(changed["model"]))
+    ]
     if done["model"].n_unique() > 1:
         notes.append(
             "Losses of different models say which model fits these rows better, nothing about an "

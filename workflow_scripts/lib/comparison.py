@@ -10,7 +10,7 @@ from workflow_scripts.lib import headings
 from workflow_scripts.lib.caveats import caveats, run_name, same_problem
 from workflow_scripts.lib.headings import Columns, Section
 from workflow_scripts.lib.jsonl import read_json
-from workflow_scripts.lib.rows import ROW_FIELDS
+from workflow_scripts.lib.rows import ROW_FIELDS, checked_row
 from workflow_scripts.lib.tables import markdown_table
 
 
@@ -21,9 +21,7 @@ def read_rows(row_files: Sequence[str | Path]) -> pl.DataFrame:
     """
     rows = []
     for path in row_files:
-        row = read_json(path)
-        if missing := [field for field in ROW_FIELDS if field not in row]:
-            raise ValueError(f"{path}: fields missing from the row: {', '.join(missing)}")
+        row = checked_row(read_json(path), path)
         versions = json.dumps(row["versions"], sort_keys=True) if row["versions"] else None
         rows.append({field: row[field] for field in ROW_FIELDS} | {"versions": versions})
     return pl.DataFrame(rows, schema=list(ROW_FIELDS), infer_schema_length=None, strict=False)

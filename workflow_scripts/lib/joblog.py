@@ -1,5 +1,6 @@
 """What a job says while it works: plain timed lines in its log, a progress bar on a terminal."""
 
+import errno
 import sys
 import time
 import traceback
@@ -28,8 +29,15 @@ def to_file(path: str | Path) -> Iterator[None]:
         try:
             with redirect_stdout(log), redirect_stderr(log):
                 yield
+        except KeyboardInterrupt:
+            print(
+                f"stopped; run the same command again\n(log: {path})", file=sys.stderr, flush=True
+            )
+            raise SystemExit(130) from None
         except Exception as error:
             traceback.print_exc(file=log)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                error = OSError("the disk that holds results/ is full; make room, then run again")
             print(f"{type(error).__name__}: {error}\n(log: {path})", file=sys.stderr, flush=True)
             raise SystemExit(1) from None
 

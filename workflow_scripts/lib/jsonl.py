@@ -49,8 +49,8 @@ def read_jsonl(path: str | Path) -> Iterator[dict]:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(
-                    f"{path}, line {number}: not JSON ({error.msg}); delete the file and run the "
-                    "workflow again to make it anew"
+                    f"{path}, line {number}: not JSON ({error.msg}); the file is damaged, make it "
+                    f"anew: snakemake --cores 1 --force {path} (and your --configfile)"
                 ) from None
 
 
@@ -65,5 +65,5 @@ def read_json(path: str | Path) -> dict:
     """Read one JSON value; raises ValueError naming the file when it is not JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not even UTF-8
         raise ValueError(f"{path}: not JSON ({error})") from None

@@ -102,13 +102,17 @@ def find_in_folder(path: str) -> tuple[Path, list[str]]:
 def take(source: Path, names: list[str], folder: Path, origin: dict) -> None:
     """Put files into a model folder, and source.json: where they are from, and their SHA-256.
 
-    Weights are linked where the file system can, since they are large and nobody edits them.
+    Weights in the hub's cache are linked where the file system can: they are large, and that cache
+    never writes into a file it holds. A person's own folder may change, so it is copied.
+    Raises ValueError naming a file that is damaged.
     """
     _check_shards(source, names)
+    for name in names:
+        _check_whole(source / name)
     hashes = {}
     for name in joblog.track(names, "files"):
         file = (source / name).resolve()
-        if name.endswith(".safetensors"):
+        if name.endswith(".safetensors") and origin["source"] == "hub":
             _link(file, folder / name)
         else:
             shutil.copyfile(file, folder / name)
@@ -132,6 +136,22 @@ def _check_shards(folder: Path, names: list[str]) -> None:
     missing = sorted(shards - set(names))
     if missing:
         raise ValueError(f"{folder}: {index.name} names {', '.join(missing[:3])}, not there")
+
+
+def _check_whole(file: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    if file.suffix == ".json":
+        jsonl.read_json(file)
+    if file.suffix != ".safetensors":
+        return
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{file}: not a whole safetensors file ({_one_line(error)}); download or save it again"
+        ) from None
 
 
 def _one_line(error: Exception) -> str:

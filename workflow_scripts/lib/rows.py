@@ -29,6 +29,9 @@ EVIDENCE = "trainable_parameters total_parameters examples_sha256 model_sha256 c
 ROW_FIELDS = tuple(
     " ".join([IDENTITY, ENDING, TIMES, RATES, TOKENS, MEMORY, LEARNING, EVIDENCE]).split()
 )
+NUMBERS = frozenset(
+    " ".join([TIMES, RATES, TOKENS, MEMORY, LEARNING]).replace("started_at", "").split()
+)
 STATUSES = (
     "ok",
     "oom",
@@ -52,3 +55,22 @@ def make_row(*parts: dict) -> dict:
     if row["status"] not in STATUSES:
         raise ValueError(f"status {row['status']!r} is none of {', '.join(STATUSES)}")
     return row
+
+
+def checked_row(row: object, path: object) -> dict:
+    """Return a row that was read from a file if it is one; raises ValueError naming the file."""
+    if not isinstance(row, dict):
+        problem = f"holds {type(row).__name__}"
+    elif missing := [field for field in ROW_FIELDS if field not in row]:
+        problem = f"lacks {len(missing)} fields, such as {', '.join(missing[:3])}"
+    elif row["status"] not in STATUSES:
+        problem = f"has status {row['status']!r}, none of {', '.join(STATUSES)}"
+    elif wrong := [field for field in row.keys() & NUMBERS if not _is_number(row[field])]:
+        problem = f"has no number in {', '.join(sorted(wrong)[:3])}"
+    else:
+        return row
+    raise ValueError(f"{path}: not the row of a run: it {problem}; delete it and run again")
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

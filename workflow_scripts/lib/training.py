@@ -84,6 +84,12 @@ def _train(settings: dict, state: Path, load: Callable[[dict, dict], Engine]) ->
     train_rows = batches.read_examples(settings["train_file"], context)
     val_rows = batches.read_examples(settings["val_file"], context)
     config = read_json(Path(settings["model_folder"]) / "config.json")
+    positions = config.get("max_position_embeddings")
+    if positions and context > positions:
+        raise ValueError(
+            f"context {context} is above the {positions} positions that {settings['model_folder']} "
+            "was made for; take a smaller context"
+        )
     pad = config.get("pad_token_id") or 0
     plan = Plan(
         batches.row_order(
