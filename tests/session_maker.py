@@ -67,14 +67,22 @@ def to_bytes(lines: list) -> bytes:
 
 def read(folder: Path, files: dict[str, list | bytes], leaves="active", salvage=False):
     """Write files, read them, check the sums; return (conversations, rejected, stats)."""
-    raw = folder / "raw"
+    write_files(folder / "raw", files)
+    write_manifest(folder, folder / "raw", list(files))
+    return read_raw(folder, folder / "raw", leaves, salvage)
+
+
+def write_files(folder: Path, files: dict[str, list | bytes]) -> None:
     for name, lines in files.items():
-        path = raw / name
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(lines if isinstance(lines, bytes) else to_bytes(lines))
-    manifest = {"files": [{"file": name} for name in files], "skipped": []}
-    jsonl.write_json(folder / "manifest.json", manifest)
-    return read_raw(folder, raw, leaves, salvage)
+
+
+def write_manifest(folder: Path, raw: Path, names: list[str]) -> None:
+    sizes = {name: path.stat().st_size if (path := raw / name).is_file() else 0 for name in names}
+    files = [{"file": name, "bytes": size} for name, size in sizes.items()]
+    jsonl.write_json(folder / "manifest.json", {"files": files, "skipped": []})
 
 
 def read_raw(folder: Path, raw: Path, leaves="active", salvage=False):

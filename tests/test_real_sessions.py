@@ -4,9 +4,9 @@ import csv
 from pathlib import Path
 
 import pytest
-from session_maker import read_raw
+from session_maker import read_raw, write_manifest
 
-from workflow_scripts.lib import conversations, entries, jsonl, messages, trees
+from workflow_scripts.lib import conversations, entries, messages, trees
 
 FOLDER = Path(__file__).resolve().parents[2] / "shared/pi-sessions"
 COUNTS = FOLDER / "COUNTS.tsv"
@@ -61,8 +61,7 @@ def test_counts_of_a_file(row):
 
 
 def read_files(tmp_path, rows):
-    files = [{"file": row["file"]} for row in rows]
-    jsonl.write_json(tmp_path / "manifest.json", {"files": files, "skipped": []})
+    write_manifest(tmp_path, FOLDER, [row["file"] for row in rows])
     return read_raw(tmp_path, FOLDER)
 
 

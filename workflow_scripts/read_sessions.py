@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from workflow_scripts.lib import corpus, joblog, jsonl
+from workflow_scripts.lib import corpus, joblog, jsonl, pool
 
 
 def read_sessions(
@@ -23,6 +23,7 @@ def read_sessions(
     Raises ValueError where no turn is left to train on.
     """
     manifest = jsonl.read_json(manifest_file)
+    processes = pool.processes_for(sum(file["bytes"] for file in manifest["files"]))
     names = [file["file"] for file in manifest["files"]]
     counts = corpus.Counts()
     with jsonl.atomic_writer(rejected_file) as rejected:
@@ -30,8 +31,10 @@ def read_sessions(
         def reject(record: dict) -> None:
             rejected.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
 
-        records = corpus.read(Path(raw_folder), names, leaves, salvage, counts, reject)
-        jsonl.write_jsonl(conversations_file, records)
+        with jsonl.atomic_writer(conversations_file) as conversations:
+            conversations.buffer.writelines(
+                corpus.lines(Path(raw_folder), names, leaves, salvage, counts, reject, processes)
+            )
     stats = corpus.stats_of(counts)
     secrets = sum((Counter(file.get("redacted")) for file in manifest["files"]), Counter())
     stats |= {"redacted": dict(secrets), "skipped_files": len(manifest["skipped"])}

@@ -1,19 +1,29 @@
 """Rule snapshot_sessions: copies session files into raw/, the only reader of the outside."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
-from workflow_scripts.lib import joblog, jsonl, session_sources
+from workflow_scripts.lib import joblog, jsonl, pool, session_sources
 from workflow_scripts.lib import redact as redaction
 
 SAMPLE_SESSIONS = Path(session_sources.__file__).parents[2] / "sample_sessions"
 BYTES_AT_A_TIME = 1 << 20
+
+
+class Wanted(NamedTuple):
+    """A file to copy."""
+
+    name: str
+    path: Path
+    target: Path
+    redact: bool
 
 
 def snapshot_sessions(
@@ -53,13 +63,12 @@ def snapshot_sessions(
     try:
         unfinished.mkdir(parents=True)
         files = []
-        for name, path in joblog.track(sorted(found.items()), "session files"):
-            try:
-                files.append({"file": name, **_copy(path, unfinished / name, redact)})
-            except OSError as error:
-                with contextlib.suppress(OSError):
-                    (unfinished / name).unlink()
-                skipped.append({"file": name, "reason": error.strerror or type(error).__name__})
+        wanted = [Wanted(name, path, unfinished / name, redact) for name, path in found.items()]
+        wanted.sort()
+        processes = pool.processes_for(sum(_size(path) for path in found.values()))
+        copied = pool.in_order(_copy, wanted, processes)
+        for entry in joblog.track(copied, "session files", len(wanted)):
+            (skipped if "reason" in entry else files).append(entry)
         if not files:
             raise ValueError(
                 f"sessions.source {source}: none of the {len(found)} files could be read "
@@ -79,7 +88,26 @@ def snapshot_sessions(
     )
 
 
-def _copy(path: Path, target: Path, redact: bool) -> dict:
+def _copy(wanted: Wanted, _: None) -> dict:
+    """Return the manifest's entry of a file, copied or skipped."""
+    try:
+        return {"file": wanted.name, **_copied(wanted.path, wanted.target, wanted.redact)}
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        with contextlib.suppress(OSError):
+            wanted.target.unlink()
+        return {"file": wanted.name, "reason": error.strerror or type(error).__name__}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _copied(path: Path, target: Path, redact: bool) -> dict:
     """Copy what the file held when it was opened; pi may be appending to it meanwhile."""
     target.parent.mkdir(parents=True, exist_ok=True)
     digest, size, redacted = hashlib.sha256(), 0, Counter()
