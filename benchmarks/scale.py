@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from benchmarks import made_corpus
+from workflow_scripts.lib.machine import usable_cores
 from workflow_scripts.read_sessions import read_sessions
 from workflow_scripts.snapshot_sessions import snapshot_sessions
 from workflow_scripts.split_sessions import split_sessions
@@ -43,7 +44,10 @@ def stages(folder: Path, tokenizer: Path, context: int) -> dict[str, tuple[Calla
 
 
 def measured(function: Callable, arguments: list) -> tuple[float, int]:
-    """Run a function in a new process; return its seconds and the process's peak in bytes."""
+    """Run a function in a new process; return its seconds and the peak in bytes.
+
+    The peak is its own plus that of the largest of its helpers, times their number.
+    """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(sender, function, arguments))
@@ -57,7 +61,9 @@ def measured(function: Callable, arguments: list) -> tuple[float, int]:
 def _child(sender: Connection, function: Callable, arguments: list) -> None:
     started = time.perf_counter()
     function(*arguments)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
+    each = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # of the largest, if any
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = (own + usable_cores() * each) * MAXRSS_BYTES
     sender.send((time.perf_counter() - started, peak))
 
 

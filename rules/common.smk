@@ -108,6 +108,7 @@ def settings_of_run(wildcards):
         **run.settings,
         **run.labels,
         "context": run.context,
+        "tokenizer": run.tokenizer,
         "study": study.name,
         "revision": revision_of(run.model),
         "engine": run.engine,

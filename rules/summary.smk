@@ -6,6 +6,8 @@ rule summarize_runs:
     input:
         rows=files_of_runs("row.json"),
         steps=files_of_runs("steps.jsonl"),
+        memory=files_of_runs("memory.jsonl"),
+        examples=examples_stats(),
         stats=rules.read_sessions.output.stats,
         code=code_of("summarize_runs"),
     output:

@@ -18,6 +18,7 @@ OK = {
     "device": "cpu",
     "dtype": "float32",
     "model": "tiny",
+    "tokenizer": "tiny",
     "context": 256,
     "variant": "seed0",
     "recipe": "matched",
@@ -41,6 +42,7 @@ def write_run(results, backend, steps=3, **changes):
     row = make_row(OK, {"backend": backend}, changes)
     folder = results / "runs" / backend / row["model"] / str(row["context"]) / row["variant"]
     write_json(folder / "row.json", row)
+    write_jsonl(folder / "memory.jsonl", [{"seconds": 0.1, "process_bytes": 5}])
     write_jsonl(
         folder / "steps.jsonl",
         (

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from workflow_scripts.lib import joblog
 from workflow_scripts.lib.comparison import read_rows, summary_text
-from workflow_scripts.lib.database import write_database
+from workflow_scripts.lib.database import Run, write_database
 from workflow_scripts.lib.jsonl import atomic_writer, read_json
 from workflow_scripts.lib.tables import counted
 
@@ -13,6 +13,8 @@ def summarize_runs(
     study: str,
     row_files: Sequence[str],
     steps_files: Sequence[str],
+    memory_files: Sequence[str],
+    examples_files: Sequence[str],
     sessions_stats_file: str,
     table_file: str,
     text_file: str,
@@ -21,8 +23,8 @@ def summarize_runs(
 ) -> None:
     """Write summary.csv, summary.md and study.sqlite from the files of the runs.
 
-    `row_files` and `steps_files` stand in the same order, that of the study's grid; `missing` names
-    the runs of the grid that have no row yet.
+    The files of the runs stand in the same order, that of the study's grid; `missing` names the
+    runs of the grid that have no row yet.
     """
     table = read_rows(row_files)
     stats = read_json(sessions_stats_file)
@@ -40,7 +42,9 @@ def summarize_runs(
         file.write(table.write_csv())
     with atomic_writer(text_file) as file:
         file.write(summary_text(study, table, data, missing))
-    write_database(database_file, table, steps_files)
+    rows = [read_json(file) for file in row_files]
+    runs = [Run(*files) for files in zip(rows, steps_files, memory_files, strict=True)]
+    write_database(database_file, runs, examples_files)
     joblog.say(f"{table.height} runs, {len(missing)} missing")
 
 
@@ -50,6 +54,8 @@ if __name__ == "__main__" and "snakemake" in globals():
             study=snakemake.params.study,
             row_files=snakemake.input.rows,
             steps_files=snakemake.input.steps,
+            memory_files=snakemake.input.memory,
+            examples_files=snakemake.input.examples,
             sessions_stats_file=snakemake.input.stats,
             table_file=snakemake.output.table,
             text_file=snakemake.output.text,

@@ -4,8 +4,8 @@ Units: bytes are bytes, times are seconds, rates are per second, accuracies are 
 """
 
 IDENTITY = (
-    "study backend engine device dtype bits group_size model revision context variant recipe loop "
-    "seed learning_rate micro_batch effective_batch gradient_checkpointing loader"
+    "study backend engine device dtype bits group_size model revision tokenizer context variant "
+    "recipe loop seed learning_rate micro_batch effective_batch gradient_checkpointing loader"
 )
 ENDING = "status reason last_step resumed"
 TIMES = (
