@@ -92,8 +92,8 @@ def test_every_reference_holds_and_every_one_has_an_index(connection):
         for _, _, _, column, *_ in rows(connection, f"PRAGMA foreign_key_list({table})"):
             indexed = rows(
                 connection,
-                "SELECT info.name FROM pragma_index_list(?) AS list, pragma_index_info(list.name) "
-                f"AS info WHERE info.name = '{column}'".replace("?", f"'{table}'"),
+                f"SELECT info.name FROM pragma_index_list('{table}') AS list, "
+                f"pragma_index_info(list.name) AS info WHERE info.name = '{column}'",
             )
             assert indexed, (table, column)
 

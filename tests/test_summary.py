@@ -188,7 +188,9 @@ def test_database_answers_questions_over_runs_and_steps(results):
 
 def test_main_table_has_units_variants_and_three_digits(results):
     runs = [write_run(results, "torch"), write_run(results, "torch", variant="hot", context=512)]
-    table = comparison.read_rows([results / "runs" / run / "row.json" for run in runs])
+    table = comparison.table_of(
+        [comparison.read_row(results / "runs" / run / "row.json") for run in runs]
+    )
     text = tables.markdown_table(comparison.named(table, headings.MAIN))
     heading, rule, first, second = text.splitlines()
     assert "process peak (MB)" in heading
@@ -225,7 +227,7 @@ def test_broken_row_names_the_file(tmp_path, text, problem):
     file = tmp_path / "row.json"
     file.write_text(text, "utf-8", "surrogateescape")
     with pytest.raises(ValueError, match=rf"row\.json: {problem}|row\.json: .*{problem}"):
-        comparison.read_rows([file])
+        comparison.read_row(file)
 
 
 def test_a_run_without_its_steps_is_missing(results):

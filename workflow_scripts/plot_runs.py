@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from workflow_scripts.lib import charts, joblog
-from workflow_scripts.lib.comparison import read_rows
+from workflow_scripts.lib.comparison import read_row, table_of
 from workflow_scripts.lib.database import STEP_FIELDS
 from workflow_scripts.lib.headings import MEGA
 from workflow_scripts.lib.jsonl import read_jsonl
@@ -20,7 +20,7 @@ def plot_runs(
     run_plot_files: Sequence[str],
 ) -> None:
     """Draw the charts of a study; the file lists stand in the same order, that of the grid."""
-    table = charts.with_panels(read_rows(row_files))
+    table = charts.with_panels(table_of([read_row(file) for file in row_files]))
     steps_of_runs = [_read_steps(file) for file in steps_files]
     named = [
         steps.with_columns(pl.lit(row[key]).alias(key) for key in ("panel", "backend", "variant"))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from workflow_scripts.lib import joblog, jsonl, pool, session_sources
+from workflow_scripts.lib import folders, joblog, jsonl, pool, session_sources
 from workflow_scripts.lib import redact as redaction
 
 SAMPLE_SESSIONS = Path(session_sources.__file__).parents[2] / "sample_sessions"
@@ -65,7 +65,7 @@ def snapshot_sessions(
         files = []
         wanted = [Wanted(name, path, unfinished / name, redact) for name, path in found.items()]
         wanted.sort()
-        processes = pool.processes_for(sum(_size(path) for path in found.values()))
+        processes = pool.processes_for(sum(folders.size_of(path) for path in found.values()))
         copied = pool.in_order(_copy, wanted, processes)
         for entry in joblog.track(copied, "session files", len(wanted)):
             (skipped if "reason" in entry else files).append(entry)
@@ -98,13 +98,6 @@ def _copy(wanted: Wanted, _: None) -> dict:
         with contextlib.suppress(OSError):
             wanted.target.unlink()
         return {"file": wanted.name, "reason": error.strerror or type(error).__name__}
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _copied(path: Path, target: Path, redact: bool) -> dict:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from workflow_scripts.lib import joblog
-from workflow_scripts.lib.comparison import read_rows, summary_text
+from workflow_scripts.lib.comparison import read_row, summary_text, table_of
 from workflow_scripts.lib.database import Run, write_database
 from workflow_scripts.lib.jsonl import atomic_writer, read_json
 from workflow_scripts.lib.tables import counted
@@ -26,7 +26,8 @@ def summarize_runs(
     The files of the runs stand in the same order, that of the study's grid; `missing` names the
     runs of the grid that have no row yet.
     """
-    table = read_rows(row_files)
+    rows = [read_row(file) for file in row_files]
+    table = table_of(rows)
     stats = read_json(sessions_stats_file)
     data = {
         "session files": f"{stats['files']:,}, of which unreadable {stats['skipped_files']:,}",
@@ -42,7 +43,6 @@ def summarize_runs(
         file.write(table.write_csv())
     with atomic_writer(text_file) as file:
         file.write(summary_text(study, table, data, missing))
-    rows = [read_json(file) for file in row_files]
     runs = [Run(*files) for files in zip(rows, steps_files, memory_files, strict=True)]
     write_database(database_file, runs, examples_files)
     joblog.say(f"{table.height} runs, {len(missing)} missing")

@@ -14,14 +14,15 @@ from workflow_scripts.lib.rows import ROW_FIELDS, checked_row
 from workflow_scripts.lib.tables import markdown_table
 
 
-def read_rows(row_files: Sequence[str | Path]) -> pl.DataFrame:
-    """Read row.json files into a table with one column per field of a row, in the given order.
+def read_row(path: str | Path) -> dict:
+    """Read a row.json file; raises ValueError naming a file that is not a row."""
+    return checked_row(read_json(path), path)
 
-    Versions, a mapping, become JSON text. Raises ValueError naming a file that is not a row.
-    """
+
+def table_of(found: Sequence[dict]) -> pl.DataFrame:
+    """Return a table with one column per field of a row; versions, a mapping, become JSON text."""
     rows = []
-    for path in row_files:
-        row = checked_row(read_json(path), path)
+    for row in found:
         versions = json.dumps(row["versions"], sort_keys=True) if row["versions"] else None
         rows.append({field: row[field] for field in ROW_FIELDS} | {"versions": versions})
     return pl.DataFrame(rows, schema=list(ROW_FIELDS), infer_schema_length=None, strict=False)

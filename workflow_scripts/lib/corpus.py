@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import orjson
 
-from workflow_scripts.lib import entries, joblog, pool, reading_order
+from workflow_scripts.lib import entries, folders, joblog, pool, reading_order
 from workflow_scripts.lib.conversations import Tally, conversations_of
 
 BYTES_AT_A_TIME = 4 << 20  # of files that a process reads as one item
@@ -116,12 +116,12 @@ def _read_ahead(
     sources: list[Source], settings: Settings, processes: int
 ) -> Iterator[tuple[Source, Ahead | None]]:
     """Yield each file with what was read ahead of it, if it was."""
-    sizes = [_size(settings.folder / source.name) for source in sources]
     if processes < 2:
         yield from ((source, None) for source in sources)
         return
     groups, size = [[]], 0
-    for source, own in zip(sources, sizes, strict=True):
+    for source in sources:
+        own = folders.size_of(settings.folder / source.name)
         if groups[-1] and size + own > BYTES_AT_A_TIME:
             groups.append([])
             size = 0
@@ -130,13 +130,6 @@ def _read_ahead(
     found = pool.in_order(_read_alone, groups, processes, Settings, tuple(settings))
     for group, read_ahead in zip(groups, found, strict=True):
         yield from zip(group, read_ahead, strict=True)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _read_alone(group: list[Source], settings: Settings) -> list[Ahead | None]:

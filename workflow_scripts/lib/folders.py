@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, as `jsonl` does for files."""
+"""Folders that appear whole or not at all, as `jsonl` does for files; sizes of files that may be gone."""
 
 import os
 import shutil
@@ -26,3 +26,11 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a file in bytes, 0 where it is gone or can't be asked for it."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -8,14 +8,14 @@ from collections import Counter
 from hashlib import blake2b
 from pathlib import Path
 
-from workflow_scripts.lib import entries, families
+from workflow_scripts.lib import entries, families, folders
 
 
 def ordered(folder: Path, names: list[str], headers: dict[str, dict]) -> list[str]:
     """Sort by the time and id of the first header; of copies the longest first, then by content."""
     keys = {}
     for name in names:
-        size, header = _size(folder / name), headers[name]
+        size, header = folders.size_of(folder / name), headers[name]
         keys[name] = (str(header.get("timestamp", "")), str(header.get("id", "")), -size)
     alike = Counter(keys.values())
     contents = {name: _digest(folder / name) for name in names if alike[keys[name]] > 1}
@@ -41,13 +41,6 @@ def ancestors_of(headers: dict[str, dict]) -> dict[str, set[str]]:
                     waiting += known.get(alias, ())
         found[name] = reached
     return found
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _digest(path: Path) -> str:
