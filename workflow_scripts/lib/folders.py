@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, as `jsonl` does for files; sizes of files that may be gone."""
+"""Folders that appear whole or not at all, as `jsonl` does for files, and sizes of files."""
 
 import os
 import shutil
