@@ -26,5 +26,9 @@ rule all:
         rules.plot_runs.output,
 
 
+onstart:
+    leave_runs()
+
+
 onsuccess:
     show_summary()

@@ -10,6 +10,7 @@ import yaml
 from rules.sources import sources_of
 from rules.study import ConfigError, load_study
 from rules.yaml_files import refuse_repeated_keys
+from workflow_scripts.lib.jsonl import write_json
 
 try:
     for file in workflow.overwrite_configfiles or [Path(workflow.basedir, "config.yaml")]:
@@ -132,8 +133,15 @@ def engine_installed(engine):
     return all(importlib.util.find_spec(package) for package in packages)
 
 
+def initial_adapter_of_run(wildcards):
+    run = run_of(wildcards)
+    name = f"r{run.settings['lora']['r']}-seed{run.settings['seed']}"
+    return f"<results>/initial_adapters/{run.model}/{name}.safetensors"
+
+
 inputs_of_run = {
     "model": lambda wildcards: f"<results>/models/{run_of(wildcards).weights}",
+    "initial_adapter": initial_adapter_of_run,
     "train": examples_of_run("train.jsonl"),
     "val": examples_of_run("val.jsonl"),
     "stats": examples_of_run("stats.json"),
@@ -170,6 +178,21 @@ def labels_of_study(what):
 def plots_of_runs():
     """One plot a run, each found in the report under its backend, model and context."""
     return [plot(run.folder, "run", "Runs", **run.labels, what="steps") for run in study.runs]
+
+
+def leave_runs():
+    """Leave the grid, in order, for those who show how far it is; no rule knows of this file."""
+    jobs = [job for job in workflow.dag.needrun_jobs() if job.rule.name.startswith("train_")]
+    to_train = {run_of(job.wildcards).folder for job in jobs}
+    runs = [
+        {
+            "run": run.folder,
+            "optimizer_steps": run.settings["optimizer_steps"],
+            "to_train": run.folder in to_train,
+        }
+        for run in study.runs
+    ]
+    write_json(Path("results", study.name, "state/runs.json"), {"runs": runs})
 
 
 def show_summary():

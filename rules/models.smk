@@ -1,4 +1,5 @@
-# Needs: a model's source. Makes: an ordinary Hugging Face folder, and its quantized form for MLX.
+# Needs: a model's source. Makes: an ordinary Hugging Face folder, its quantized form for MLX, and
+# where the adapters on it start.
 
 
 rule fetch_model:
@@ -40,6 +41,25 @@ rule make_model:
         ),
     script:
         "../workflow_scripts/make_model.py"
+
+
+rule draw_adapter:
+    """Draw where LoRA starts, once for both engines and for every form of the model's weights."""
+    input:
+        model="<results>/models/{model}",
+        code=code_of("draw_adapter"),
+    output:
+        adapter="<results>/initial_adapters/{model}/r{rank}-seed{seed}.safetensors",
+    log:
+        "<logs>/draw_adapter/{model}/r{rank}-seed{seed}.log",
+    wildcard_constraints:
+        model=one_of(study.models),
+        rank=r"\d+",
+        seed=r"\d+",
+    conda:
+        "../envs/data.yaml"
+    script:
+        "../workflow_scripts/draw_adapter.py"
 
 
 rule quantize_model:

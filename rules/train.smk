@@ -1,6 +1,22 @@
 # Needs: a model and examples. Makes: for each run a row of figures, its steps, and an adapter.
 
 
+rule check_parity:
+    """Before a study trusts them: do both engines, as installed here, solve the same problem?"""
+    input:
+        code=code_of("check_parity"),
+    output:
+        report="<results>/parity.md",
+    log:
+        "<logs>/check_parity/all.log",
+    conda:
+        "../envs/parity.yaml"
+    resources:
+        training=1,
+    script:
+        "../workflow_scripts/check_parity.py"
+
+
 rule train_torch:
     """One LoRA training run with PyTorch, TRL and PEFT."""
     input:

@@ -5,8 +5,10 @@ from typing import NamedTuple
 
 import pytest
 
-from workflow_scripts.lib import jsonl
+from workflow_scripts.lib import jsonl, matmul_peak
 from workflow_scripts.make_model import make_model
+
+matmul_peak.SECONDS = 0.02  # of every run; the figure itself has a test of its own
 
 WORDS = (
     "Read the file src/main.py and fix the failing test, then run pytest again.\n\n"

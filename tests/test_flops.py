@@ -5,8 +5,15 @@ import time
 import numpy as np
 import pytest
 
-from tests import tiny_problem
-from workflow_scripts.lib import batches, flops, matmul_peak, recipe, torch_lora, torch_loss
+from workflow_scripts.lib import (
+    batches,
+    flops,
+    matmul_peak,
+    recipe,
+    tiny_problem,
+    torch_lora,
+    torch_loss,
+)
 
 SMALL = {
     "hidden_size": 8,
@@ -69,7 +76,7 @@ def test_torch_counts_the_same(tmp_path, checkpointing):
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     config = tiny_problem.model_config(folder)
-    model = torch_lora.add_adapters(model, config, 8, 16, 0)
+    model = torch_lora.add_adapters(model, config, 8, 16, tiny_problem.start(folder))
     if checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -6,8 +6,15 @@ import sys
 import numpy as np
 import pytest
 
-from tests import tiny_problem
-from workflow_scripts.lib import batches, mlx_loop, mlx_lora, mlx_loss, tiny_model, training
+from workflow_scripts.lib import (
+    batches,
+    mlx_loop,
+    mlx_lora,
+    mlx_loss,
+    tiny_model,
+    tiny_problem,
+    training,
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +32,8 @@ def loaded(folder):
     from mlx_lm.utils import load_model
 
     model, _ = load_model(folder)
-    mlx_lora.add_adapters(model, tiny_problem.model_config(folder), rank=8, alpha=16, seed=0)
+    config, start = tiny_problem.model_config(folder), tiny_problem.start(folder)
+    mlx_lora.add_adapters(model, config, rank=8, alpha=16, start=start)
     mx.random.seed(1)
     for module in mlx_lora.adapters(model).values():
         module.lora_b = mx.random.normal(module.lora_b.shape) * 0.05

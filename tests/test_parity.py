@@ -1,24 +1,68 @@
 """PyTorch and MLX solve the same problem: same float32 weights, rows and adapters on the CPU."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 
-from tests import tiny_problem
+from workflow_scripts import check_parity
 from workflow_scripts.lib import (
-    batches,
     mlx_loop,
     mlx_lora,
-    mlx_loss,
+    parity,
     recipe,
+    tiny_problem,
     torch_lora,
     torch_loss,
     training,
 )
+from workflow_scripts.lib.batches import read_examples
 
 LOSS, GRADIENT, AFTER_20_STEPS = 1e-5, 1e-4, 1e-3
-RANK, ALPHA, CHUNK = 8, 16, 32
+BASES = ("tied head", "own head", "4 bit on dequantized weights")
+ALLOWED = {
+    **{f"{base}: loss of each row": LOSS for base in BASES},
+    **{f"{base}: right predictions of each row": 0 for base in BASES},
+    **{f"{base}: loss of three rows at once": LOSS for base in BASES},
+    **{f"{base}: gradient of each matrix": GRADIENT for base in BASES},
+    **{
+        f"{engine}: {split} against 1 x 4, {what}": allowed
+        for engine in ("torch", "mlx")
+        for split in ("2 x 2", "4 x 1")
+        for what, allowed in (("loss", LOSS), ("gradients", GRADIENT))
+    },
+    "1 optimizer step: loss of each step": LOSS,
+    "1 optimizer step: grad_norm of each step": LOSS,
+    "20 optimizer steps: loss of each step": AFTER_20_STEPS,
+    "20 optimizer steps: grad_norm of each step": AFTER_20_STEPS,
+    **{
+        f"{steps}: {what}": allowed
+        for steps in ("1 optimizer step", "20 optimizer steps")
+        for what, allowed in (
+            ("rates and tokens of each step", 0),
+            ("validation loss before", LOSS),
+            ("validation loss after", AFTER_20_STEPS),
+            ("token accuracy after", 0.01),
+            ("each adapter matrix", AFTER_20_STEPS),
+        )
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory):
+    return {check.what: check for check in parity.checks(tmp_path_factory.mktemp("parity"))}
+
+
+@pytest.mark.parametrize("what", ALLOWED)
+def test_both_engines_agree_on(checks, what):
+    assert checks[what].allowed == ALLOWED[what]
+    assert checks[what].found <= ALLOWED[what]
+
+
+def test_nothing_else_is_checked_than_what_these_tests_name(checks):
+    assert checks.keys() == ALLOWED.keys()
 
 
 @pytest.fixture(scope="module")
@@ -27,210 +71,28 @@ def tiny_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tiny_untied(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("untied") / "model"
-    return tiny_problem.make_model(folder, tie_word_embeddings=False)
-
-
-@pytest.fixture(scope="module")
-def tiny_4bit(tiny_folder):
-    return tiny_problem.quantize(tiny_folder, tiny_folder.parent / "model-4bit")
-
-
-@pytest.fixture(scope="module")
-def tiny_dequantized(tiny_folder, tiny_4bit):
-    target = tiny_folder.parent / "model-dequantized"
-    return tiny_problem.dequantize(tiny_4bit, target, tiny_folder)
-
-
-@pytest.fixture(scope="module")
 def examples(tmp_path_factory):
     path = tmp_path_factory.mktemp("rows") / "train.jsonl"
     rows = tiny_problem.write_rows(path, tiny_problem.make_rows(6))
-    return batches.read_examples(rows, tiny_problem.CONTEXT)
+    return read_examples(rows, tiny_problem.CONTEXT)
 
 
-def random_b(name, outputs):
-    generator = np.random.default_rng(list(name.encode()))
-    return generator.normal(0, 0.05, (outputs, RANK)).astype(np.float32)
-
-
-def torch_model(folder):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = torch_lora.add_adapters(model, tiny_problem.model_config(folder), RANK, ALPHA, 0)
-    with torch.no_grad():
-        for name, module in torch_lora.adapters(model).items():
-            weight = module.lora_B["default"].weight
-            weight.copy_(torch.from_numpy(random_b(name, len(weight))))
-    return model
-
-
-def mlx_model(folder):
-    import mlx.core as mx
-    from mlx_lm.utils import load_model
-
-    model, _ = load_model(folder)
-    model.set_dtype(mx.float32)
-    mlx_lora.add_adapters(model, tiny_problem.model_config(folder), RANK, ALPHA, 0)
-    for name, module in mlx_lora.adapters(model).items():
-        module.lora_b = mx.array(random_b(name, module.lora_b.shape[1]).T)
-    return model
-
-
-def make(examples, rows):
-    return batches.make_batch(examples, rows, tiny_problem.CONTEXT, CHUNK)
-
-
-def torch_gradients(model, micro_batches):
-    model.zero_grad()
-    total = 0.0
-    for batch in micro_batches:
-        loss, _ = torch_loss.batch_loss(model, *torch_loss.to_device(batch, "cpu"))
-        loss.backward()
-        total += loss.item()
-    found = {}
-    for name, module in torch_lora.adapters(model).items():
-        found[name, "a"] = module.lora_A["default"].weight.grad.numpy().copy()
-        found[name, "b"] = module.lora_B["default"].weight.grad.numpy().copy()
-    return total, found
-
-
-def mlx_gradients(model, micro_batches):
-    import mlx.core as mx
-    from mlx.utils import tree_flatten, tree_map
-
-    parameters = model.trainable_parameters()
-    sums = (mx.array(0.0), mx.array(0.0), tree_map(mx.zeros_like, parameters))
-    add = mlx_loop.micro_step(model)
-    for batch in micro_batches:
-        sums = add(parameters, sums, mx.array(1.0), *mlx_loss.to_device(batch))
-    found = {}
-    for key, value in tree_flatten(sums[2]):
-        name, _, which = key.rpartition(".lora_")
-        found[name, which] = np.array(value).T
-    return sums[0].item(), found
-
-
-def distance(found, wanted):
-    """Largest relative distance over all matrices, by norm."""
-    assert found.keys() == wanted.keys()
-    assert all(np.linalg.norm(value) > 0 for value in wanted.values())
-    return max(
-        np.linalg.norm(found[key] - wanted[key]) / np.linalg.norm(wanted[key]) for key in wanted
-    )
-
-
-def compare(torch_side, mlx_side, examples):
-    for row in range(len(examples)):
-        batch = [make(examples, [row])]
-        loss, correct = torch_loss.evaluate(torch_side, "cpu", batch)
-        other_loss, other_correct = mlx_loss.evaluate(mlx_side, batch)
-        assert other_loss == pytest.approx(loss, rel=LOSS)
-        assert other_correct == correct
-    batch = [make(examples, [0, 1, 2])]
-    loss, gradients = torch_gradients(torch_side, batch)
-    other_loss, other_gradients = mlx_gradients(mlx_side, batch)
-    assert other_loss == pytest.approx(loss, rel=LOSS)
-    assert distance(other_gradients, gradients) < GRADIENT
-
-
-def test_loss_accuracy_and_gradients_are_the_same(tiny_folder, examples):
-    compare(torch_model(tiny_folder), mlx_model(tiny_folder), examples)
-
-
-def test_the_same_with_an_output_head_of_its_own(tiny_untied, examples):
-    compare(torch_model(tiny_untied), mlx_model(tiny_untied), examples)
-
-
-def test_four_bit_equals_pytorch_on_the_dequantized_weights(tiny_4bit, tiny_dequantized, examples):
-    compare(torch_model(tiny_dequantized), mlx_model(tiny_4bit), examples)
-
-
-@pytest.mark.parametrize("engine", ["torch", "mlx"])
-def test_splits_into_micro_batches_change_nothing(tiny_folder, examples, engine):
-    model = torch_model(tiny_folder) if engine == "torch" else mlx_model(tiny_folder)
-    gradients = torch_gradients if engine == "torch" else mlx_gradients
-    loss, wanted = gradients(model, [make(examples, [0, 1, 2, 3])])
-    for split in ([[0, 1], [2, 3]], [[0], [1], [2], [3]]):
-        other_loss, found = gradients(model, [make(examples, rows) for rows in split])
-        assert other_loss == pytest.approx(loss, rel=LOSS)
-        assert distance(found, wanted) < GRADIENT
-
-
-@pytest.mark.parametrize("engine", ["torch", "mlx"])
-def test_padding_and_batch_mates_change_no_row(tiny_folder, examples, engine):
-    model = torch_model(tiny_folder) if engine == "torch" else mlx_model(tiny_folder)
-
-    def total(micro_batches):
-        if engine == "torch":
-            return torch_loss.evaluate(model, "cpu", micro_batches)
-        return mlx_loss.evaluate(model, micro_batches)
-
-    together = total([make(examples, range(6))])
-    alone = total([make(examples, [row]) for row in range(6)])
+@pytest.mark.parametrize("make_side", [parity.torch_side, parity.mlx_side])
+def test_padding_and_batch_mates_change_no_row(tiny_folder, examples, make_side):
+    side = make_side(tiny_folder)
+    together = side.evaluate([parity.batch_of(examples, range(6))])
+    alone = side.evaluate([parity.batch_of(examples, [row]) for row in range(6)])
     assert together[0] == pytest.approx(alone[0], rel=LOSS)
     assert together[1] == alone[1]
 
 
-@pytest.fixture(scope="module")
-def trainings(tiny_folder, tmp_path_factory):
-    """Both engines through the whole frame from B = 0, with clipping and decay at work.
-
-    Epsilon is 1e-5: Adam's first step is the gradient over its own size, so that with 1e-8 an
-    element whose gradient is rounding noise takes a full step in either direction. For the same
-    reason adapters are held to 1e-3, not to the 1e-4 of gradients, after the first step too: they
-    were 1.3e-4 apart there, nearly all of it one element whose gradient is almost zero (1.3e-3 at
-    an epsilon of 1e-6), and 4e-5 after 20 steps.
-    """
-    folder = tmp_path_factory.mktemp("runs")
-    runs = {}
-    for steps in (1, 20):
-        for engine, module in (("torch", torch_lora), ("mlx", mlx_lora)):
-            run = tiny_problem.settings(
-                folder, tiny_folder, engine, str(steps), optimizer_steps=steps, epsilon=1e-5
-            )
-            runs[engine, steps] = (run, training.run(run, module.load), tiny_problem.steps_of(run))
-    return runs
-
-
-def test_one_and_twenty_optimizer_steps_agree(trainings):
-    (_, result, steps), (_, other, other_steps) = trainings["torch", 20], trainings["mlx", 20]
-    assert [len(steps), len(other_steps)] == [20, 20]
-    for number, (step, same) in enumerate(zip(steps, other_steps, strict=True)):
-        # Step 2 is the first whose loss depends on an update.
-        allowed = LOSS if number < 2 else AFTER_20_STEPS
-        assert same["loss"] == pytest.approx(step["loss"], rel=allowed)
-        assert same["grad_norm"] == pytest.approx(step["grad_norm"], rel=allowed)
-        for key in ("learning_rate", "tokens", "supervised_tokens", "padded_tokens"):
-            assert same[key] == step[key]
-    assert other["val_loss_before"] == pytest.approx(result["val_loss_before"], rel=LOSS)
-    assert other["val_loss"] == pytest.approx(result["val_loss"], rel=AFTER_20_STEPS)
-    assert other["val_token_accuracy"] == pytest.approx(result["val_token_accuracy"], abs=0.01)
-
-
-@pytest.mark.parametrize("steps", [1, 20])
-def test_adapters_agree_after_training(trainings, steps):
-    from safetensors.numpy import load_file
-
-    def matrices(engine, file):
-        return load_file(f"{trainings[engine, steps][0]['state_folder']}/adapter/{file}")
-
-    peft = matrices("torch", "adapter_model.safetensors")
-    mlx = matrices("mlx", "adapters.safetensors")
-    assert len(peft) == len(mlx) == 28
-    found, wanted = {}, {}
-    for key, value in mlx.items():
-        name, _, which = key.rpartition(".lora_")
-        found[key] = value.T
-        wanted[key] = peft[f"base_model.model.{name}.lora_{which.upper()}.weight"]
-    assert distance(found, wanted) < AFTER_20_STEPS
-
-
-def test_what_must_be_equal_of_both_results_is(trainings):
-    (_, result, _), (_, other, _) = trainings["torch", 20], trainings["mlx", 20]
+def test_what_must_be_equal_of_both_results_is(tmp_path, tiny_folder):
+    result, other = (
+        training.run(
+            tiny_problem.settings(tmp_path, tiny_folder, engine, optimizer_steps=10), module.load
+        )
+        for engine, module in (("torch", torch_lora), ("mlx", mlx_lora))
+    )
     assert result["status"] == other["status"] == "ok"
     for key in (
         "trainable_parameters",
@@ -242,12 +104,93 @@ def test_what_must_be_equal_of_both_results_is(trainings):
         "trained_supervised_tokens",
         "val_rows",
         "val_tokens",
+        "flops_per_token",
         "examples_sha256",
         "model_sha256",
+        "initial_adapter_sha256",
     ):
         assert result[key] == other[key] is not None, key
     assert result["val_loss"] < 0.9 * result["val_loss_before"]
     json.dumps([result, other], allow_nan=False)
+
+
+def failed(checks):
+    return {check.what for check in checks if not check.holds}
+
+
+def adapters_of_mlx_changed(monkeypatch, change):
+    same = mlx_lora.add_adapters
+    monkeypatch.setattr(mlx_lora, "add_adapters", lambda *given: same(*change(*given)))
+
+
+def test_the_gate_sees_another_scale_of_the_adapters(monkeypatch, tiny_folder, examples):
+    adapters_of_mlx_changed(
+        monkeypatch, lambda model, config, rank, _, start: (model, config, rank, 20 * rank, start)
+    )
+    sides = parity.torch_side(tiny_folder), parity.mlx_side(tiny_folder)
+    assert failed(parity.same_losses("x", *sides, examples)) >= {
+        "x: loss of each row",
+        "x: gradient of each matrix",
+    }
+
+
+def test_the_gate_sees_another_start(monkeypatch, tmp_path, tiny_folder):
+    adapters_of_mlx_changed(
+        monkeypatch,
+        lambda *given: (*given[:4], {name: a * 1.01 for name, a in given[4].items()}),
+    )
+    assert "1 optimizer step: each adapter matrix" in failed(
+        parity.same_trainings(tmp_path, tiny_folder, 1)
+    )
+
+
+def test_the_gate_sees_the_stock_adamw_of_mlx(monkeypatch, tmp_path, tiny_folder):
+    from mlx import optimizers
+
+    monkeypatch.setattr(
+        mlx_loop,
+        "make_optimizer",
+        lambda update, settings: optimizers.AdamW(learning_rate=settings["learning_rate"]),
+    )
+    assert "1 optimizer step: each adapter matrix" in failed(
+        parity.same_trainings(tmp_path, tiny_folder, 1)
+    )
+
+
+def test_the_gate_sees_a_mean_over_rows_in_place_of_tokens(monkeypatch, tiny_folder, examples):
+    same = torch_loss.batch_loss
+
+    def mean_of_batch(model, ids, positions, targets, weights, chunks):
+        loss, correct = same(model, ids, positions, targets, weights, chunks)
+        return loss / weights.sum() * 100, correct
+
+    monkeypatch.setattr(torch_loss, "batch_loss", mean_of_batch)
+    side = parity.torch_side(tiny_folder)
+    assert failed(parity.same_splits("torch", side, examples)) == {
+        f"torch: {split} against 1 x 4, {what}"
+        for split in ("2 x 2", "4 x 1")
+        for what in ("loss", "gradients")
+    }
+
+
+def test_a_gradient_that_is_zero_or_missing_is_no_agreement():
+    one, zero = {("m", "a"): np.ones((2, 2))}, {("m", "a"): np.zeros((2, 2))}
+    assert parity.distance(one, one) == 0
+    assert parity.distance(one, zero) == parity.distance({}, one) == math.inf
+    assert not parity.Check("x", math.nan, 1).holds
+
+
+def test_the_report_names_what_it_checked_and_a_failure_every_check(tmp_path, monkeypatch):
+    made = [parity.Check("loss", 2e-7, 1e-5), parity.Check("tokens", 0, 0)]
+    monkeypatch.setattr(parity, "checks", lambda folder: iter(made))
+    check_parity.check_parity(tmp_path / "parity.md")
+    text = (tmp_path / "parity.md").read_text()
+    assert text.startswith(check_parity.TITLE + "\n\nYes, on the CPU")
+    assert "| loss            | 2.0e-07 | 1e-05   |" in text
+    made.append(parity.Check("gradients", 0.5, 1e-4))
+    with pytest.raises(ValueError, match=r"1 of 3 checks do not hold.*gradients: 5.0e-01 apart"):
+        check_parity.check_parity(tmp_path / "other.md")
+    assert not (tmp_path / "other.md").exists()
 
 
 def test_the_stock_adamw_of_mlx_would_not_have_been_the_same():

@@ -1,7 +1,6 @@
 import math
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from workflow_scripts.lib import recipe
@@ -53,18 +52,6 @@ def test_accumulation():
     assert [recipe.accumulation(4, n) for n in (1, 2, 4)] == [4, 2, 1]
     with pytest.raises(ValueError, match="allowed are 1, 2, 4"):
         recipe.accumulation(4, 3)
-
-
-def test_initial_a_depends_on_seed_and_name_alone():
-    one = recipe.initial_a(0, "model.layers.0.mlp.up_proj", 16, 128)
-    assert one.dtype == np.float32
-    assert one.shape == (16, 128)
-    assert np.array_equal(one, recipe.initial_a(0, "model.layers.0.mlp.up_proj", 16, 128))
-    assert not np.array_equal(one, recipe.initial_a(1, "model.layers.0.mlp.up_proj", 16, 128))
-    assert not np.array_equal(one, recipe.initial_a(0, "model.layers.1.mlp.up_proj", 16, 128))
-    bound = 1 / math.sqrt(128)
-    assert np.abs(one).max() <= bound
-    assert one.std() == pytest.approx(bound / math.sqrt(3), rel=0.05)
 
 
 def test_lora_shapes_of_grouped_heads_and_wide_heads():

@@ -30,7 +30,7 @@ SESSION = make.record(
 def split(tmp_path):
     """Write both splits; run the rule with the given keys; return the files' folder."""
     jsonl.write_jsonl(tmp_path / "train.jsonl", [SESSION, {**SESSION, "session": "t"}])
-    jsonl.write_jsonl(tmp_path / "val.jsonl", [{**SESSION, "session": "v"}])
+    jsonl.write_jsonl(tmp_path / "val.jsonl", [{**SESSION, "session": "v", "system": "For v."}])
 
     def run(model_folder, context=256, **keys) -> tuple[Path, dict]:
         out = tmp_path / "examples" / "small" / str(context)
@@ -127,8 +127,8 @@ def test_a_split_without_supervised_tokens_is_refused(tmp_path, split, model_fol
     jsonl.write_jsonl(tmp_path / "val.jsonl", [make.record(make.user("Hi"))])
     with pytest.raises(ValueError, match=r"val\.jsonl: no row with a supervised token"):
         split(model_folder)
-    with pytest.raises(ValueError, match="context: 16 is below 32"):
-        split(model_folder, 16)
+    with pytest.raises(ValueError, match="context: 63 is below 64"):
+        split(model_folder, 63)
 
 
 def test_description(split, model_folder, tmp_path):

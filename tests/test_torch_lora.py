@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from tests import tiny_problem
 from workflow_scripts.lib import (
     batches,
     measure,
     recorder,
+    tiny_problem,
     torch_lora,
     torch_loss,
     torch_trainer,
@@ -39,7 +39,9 @@ def lora(tiny_folder, base):
 
     torch.manual_seed(0)
     config = tiny_problem.model_config(tiny_folder)
-    model = torch_lora.add_adapters(base(), config, rank=8, alpha=16, seed=0)
+    model = torch_lora.add_adapters(
+        base(), config, rank=8, alpha=16, start=tiny_problem.start(tiny_folder)
+    )
     with torch.no_grad():
         for module in torch_lora.adapters(model).values():
             module.lora_B["default"].weight.normal_(0, 0.05)
@@ -182,7 +184,7 @@ def test_loss_scaling_changes_no_step_and_an_overflow_is_skipped(tmp_path, tiny_
     )
     losses, skipped = {}, {}
     for case in ("float32", "float16", "overflow"):
-        model = torch_lora.add_adapters(base(), config, 8, 16, 0)
+        model = torch_lora.add_adapters(base(), config, 8, 16, tiny_problem.start(tiny_folder))
         if case == "overflow":
             first = next(p for p in model.parameters() if p.requires_grad)
             first.register_hook(_infinite_once())

@@ -341,3 +341,36 @@ def test_the_report_holds_table_and_plots_under_labels(project):
     text = (project.folder / "report.html").read_text("utf-8")
     for part in ("loss by step", "mlx-4bit", "summary.md", '"backend"', '"context"'):
         assert part in text, part
+
+
+def test_a_training_is_watched_from_another_process(restored):
+    line = "{backend: mlx-4bit, model: tiny, context: 128, variant: watched, optimizer_steps: 150}"
+    restored.write_study(f"{STUDY}  - {line}\n")
+    row = "results/small/runs/mlx-4bit/tiny/128/watched/row.json"
+    live = restored.folder / "results/small/state/mlx-4bit/tiny/128/watched/steps.jsonl"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    snakemake = subprocess.Popen(restored.command(row), cwd=restored.folder, **quiet)
+    wait_until(lambda: live.is_file() and live.read_bytes().count(b"\n") >= 3, seconds=120)
+    training, ended, _ = watched(restored)
+    family = psutil.Process(snakemake.pid).children(recursive=True)
+    snakemake.kill()
+    snakemake.wait()
+    wait_until(lambda: not any(each.is_running() for each in family), seconds=20)
+    time.sleep(4)  # longer than a memory sample counts as new
+    stopped, _, _ = watched(restored)
+    assert re.match(r"training +\d+/150 +\d+%  \d\.\d\d +[\d,]+  \d+ MB ", training)
+    assert re.match(r"ok +3/3 +100%  ", ended)
+    assert re.match(r"stopped +\d+/150 ", stopped)
+
+
+def watched(project):
+    """What the watcher says of the run named watched, the other of its backend, and of torch's."""
+    done = subprocess.run(
+        [project.python, "-m", "workflow_scripts.lib.watch", "--once", "results/small"],
+        cwd=project.folder,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    runs = ("mlx-4bit tiny 128 watched", "mlx-4bit tiny 128 seed0", "torch tiny 128 seed0")
+    return [re.search(rf"^{run} +(.*)$", done.stdout, re.M)[1] for run in runs]

@@ -30,7 +30,8 @@ def tokenize_and_mask(
     `overlong` ("cut" or "drop") for the other; see lib/windows.py. thinking: "drop" or "keep".
     tools: put the record's tools into the system prompt. tool_result_tokens: longer results are cut
     in the middle. system_prompt: "record", or "default" for the template's own in its place.
-    Raises ValueError for a template that can't be followed, and for a split without rows.
+    A validation row that is also a training row is dropped. Raises ValueError for a template that
+    can't be followed, and for a split without rows.
     """
     if context < SMALLEST_CONTEXT:
         raise ValueError(f"context: {context} is below {SMALLEST_CONTEXT}, the smallest that works")
@@ -48,13 +49,15 @@ def tokenize_and_mask(
     joblog.say(f"{tokenizer_folder}: masks proven, an assistant's turn ends on {chat.format.end}")
     tokenizer = Path(tokenizer_folder, "tokenizer.json").read_bytes()
     stats = {"tokenizer_sha256": hashlib.sha256(tokenizer).hexdigest(), **choices._asdict()}
+    marks: set[bytes] = set()
     for split, source, target in (
         ("train", train_file, train_examples),
         ("val", val_file, val_examples),
     ):
         tally = Tally()
         records = joblog.track(jsonl.read_jsonl(source), f"{split}: conversations")
-        jsonl.write_jsonl(target, examples_of(records, chat, coder, choices, tally))
+        jsonl.write_jsonl(target, examples_of(records, chat, coder, choices, tally, known=marks))
+        marks = tally.marks
         stats[split] = figures_of(tally, context)
         if not tally.supervised_tokens:
             raise ValueError(

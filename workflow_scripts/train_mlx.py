@@ -11,6 +11,7 @@ if __name__ == "__main__" and "snakemake" in globals():
             TRAINER,
             settings=snakemake.params.run,
             model_folder=snakemake.input.model,
+            initial_adapter=snakemake.input.initial_adapter,
             train_file=snakemake.input.train,
             val_file=snakemake.input.val,
             state_folder=snakemake.params.state,

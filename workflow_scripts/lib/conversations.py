@@ -14,7 +14,7 @@ from workflow_scripts.lib import observed_tools, system_prompts, tool_results, t
 from workflow_scripts.lib.entries import Session, rejection
 from workflow_scripts.lib.messages import Piece, piece_of, piece_of_message, summary
 from workflow_scripts.lib.trees import Tree
-from workflow_scripts.lib.turn_keys import keys_of
+from workflow_scripts.lib.turn_keys import entry_marks, keys_of
 
 NOT_REMOVED = ("not-in-context", "unknown-type", "system")
 SPOILED_CALLS = ("bad-arguments", "nameless-call")
@@ -51,6 +51,7 @@ def conversations_of(
 ) -> Iterator[dict]:
     """Yield the conversations of a session that hold an assistant turn not supervised before.
 
+    The first one lists the marks of all entries of the session, by which forks are found.
     `claimed` holds the keys of the turns supervised so far in the corpus and grows; `tally` and
     `rejected` are complete when the iterator is exhausted.
     """
@@ -68,6 +69,7 @@ def conversations_of(
         for number in sorted({number for _, path in paths for number in path})
     }
     tools = _observed_tools(pieces)
+    marks = entry_marks(tree)
     notes: set[tuple[str, str]] = set()
     used: set[int] = set()
     done: set[int] = set()
@@ -101,8 +103,10 @@ def conversations_of(
                 "leaf": leaf,
                 "epoch": epoch.number,
                 "parents": session.parents,
+                "entries": marks,
                 **record,
             }
+            marks = []
     fates = _count(session, tree, pieces, used, notes, tally, rejected)
     if not used:
         rejected.append(_without_conversation(session, fates))

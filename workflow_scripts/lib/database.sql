@@ -104,6 +104,7 @@ CREATE TABLE runs (                  -- one row per training run, as in summary.
   total_parameters INTEGER,
   examples_sha256 TEXT,
   model_sha256 TEXT,
+  initial_adapter_sha256 TEXT,       -- where LoRA started
   chip TEXT,
   os TEXT,
   UNIQUE (backend, model, context, variant)

@@ -2,8 +2,9 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NamedTuple
 
 from workflow_scripts.lib import masking, shortening, windows
@@ -38,15 +39,25 @@ class Tally:
     sessions: Counter = field(default_factory=Counter)
     cut: Counter = field(default_factory=Counter)
     dropped: Counter = field(default_factory=Counter)
+    marks: set[bytes] = field(default_factory=set)  # of the tokens of each row
 
 
 def examples_of(
-    records: Iterable[dict], chat: Chat, coder: Coder, choices: Choices, tally: Tally
+    records: Iterable[dict],
+    chat: Chat,
+    coder: Coder,
+    choices: Choices,
+    tally: Tally,
+    known: Set[bytes] = frozenset(),
 ) -> Iterator[dict]:
-    """Yield rows ready to be written, conversation by conversation; `tally` grows with them."""
+    """Yield rows ready to be written, conversation by conversation; `tally` grows with them.
+
+    A row whose mark is `known` is dropped: sessions that share no stretch, no entry and no long
+    answer can still hold the same short exchange, and a window may show nothing else.
+    """
     limits = windows.Limits(
         context=choices.context,
-        repeated=int(choices.context * choices.repeated_context),
+        repeated=max(windows.SMALLEST_REPEATED, int(choices.context * choices.repeated_context)),
         coder=coder,
         cut=tally.cut,
         dropped=tally.dropped,
@@ -59,6 +70,11 @@ def examples_of(
             else:
                 rows = windows.turns(opening, spans, limits, choices.overlong)
             for row in rows:
+                mark = blake2b(array("i", row.input_ids).tobytes(), digest_size=8).digest()
+                if mark in known:
+                    tally.dropped["copy-of-a-training-row"] += 1
+                    continue
+                tally.marks.add(mark)
                 tally.lengths.append(len(row.input_ids))
                 ignored = row.labels.count(masking.IGNORED)
                 tally.supervised_tokens += len(row.labels) - ignored

@@ -1,7 +1,7 @@
 """Families of sessions that must not be split between training and validation, and the split.
 
 Sessions are of one family when a header names the other as its parent, when they share an entry
-(id and text, or time and text), when they open with the same turns up to the first answer, or when
+(id and time) or an assistant turn, when they open with the same turns up to the first answer, or when
 they hold the same long answer. The split orders families by a hash of their own content and a seed.
 """
 
@@ -117,16 +117,14 @@ class _Links:
 def _marks(record: dict, stretch: str) -> Iterable[str]:
     """Names of what a session must share with no session of the other side."""
     yield f"stretch {stretch}"
+    yield from (f"entry {mark}" for mark in record["entries"])
     for turn in record["turns"]:
-        content = content_of(turn)
-        if record["leaf"] is not None and turn.get("entry"):
-            yield "entry " + digest(turn["entry"], content)
         if turn["role"] != "assistant":
             continue
         yield "key " + turn["key"]
         size = len(turn["text"]) + sum(len(str(call["arguments"])) for call in turn["calls"])
         if size >= LONG_ANSWER_CHARACTERS:
-            yield "answer " + digest(content)
+            yield "answer " + digest(content_of(turn))
 
 
 def _first_stretch(turns: list[dict]) -> str:

@@ -6,22 +6,27 @@ and its parent says how it ended.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+from workflow_scripts.lib import live
+
 PARENT_GONE = 75  # EX_TEMPFAIL: nothing is lost, a rerun goes on
 PARENT_WATCHED = "FINETUNE_PARENT"
 SECONDS_BETWEEN_SAMPLES = 1.0
 LINES_KEPT = 25
+CONTROL_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -66,8 +71,12 @@ def run_child(
     environment: dict[str, str],
     log_file: str | Path,
     memory_file: str | Path,
+    live_line: Callable[[int], str] | None = None,
 ) -> Ending:
     """Run a training child to its end: its output into the log, memory samples into a file.
+
+    What goes into the log is also shown on our own stderr. If that is a terminal, `live_line`,
+    given a number of columns, says in one line how far the training is; it stays below the others.
 
     The child gets a pipe as standard input that nobody writes to: when this process dies, it sees
     the end of file and stops. When Snakemake dies (even by SIGKILL), this process ends the child.
@@ -85,12 +94,14 @@ def run_child(
         start_new_session=True,  # Ctrl-C reaches us alone; one kill ends the whole tree
     )
     lines: deque[str] = deque(maxlen=LINES_KEPT)
-    reader = threading.Thread(target=_copy_lines, args=(child, log_file, lines), daemon=True)
+    echo = LiveEcho(live_line) if live_line and _on_terminal() else Echo()
+    copying = (child, log_file, lines, echo)
+    reader = threading.Thread(target=_copy_lines, args=copying, daemon=True)
     reader.start()
     orchestrators = _orchestrators()
     samples = MemorySamples(child.pid)
     try:
-        with open(memory_file, "w", encoding="utf-8") as file:
+        with echo, open(memory_file, "w", encoding="utf-8") as file:
             while child.poll() is None:
                 file.write(json.dumps(samples.take(time.monotonic() - started)) + "\n")
                 file.flush()
@@ -99,7 +110,7 @@ def run_child(
                 try:
                     child.wait(SECONDS_BETWEEN_SAMPLES)
                 except subprocess.TimeoutExpired:
-                    continue
+                    echo.refresh()
     finally:
         _end_group(child)
     reader.join(timeout=5)
@@ -122,7 +133,9 @@ class MemorySamples:
         self.swap_growth_bytes = 0
 
     def take(self, seconds: float) -> dict:
-        """One sample: resident bytes of the tree, what the machine has left, used swap."""
+        """One sample: resident bytes of the tree, now and at most so far, what the machine has
+        left, used swap.
+        """
         process_bytes = _tree_bytes(self.pid)
         swap_bytes = psutil.swap_memory().used
         self.peak_process_bytes = max(self.peak_process_bytes, process_bytes)
@@ -130,6 +143,7 @@ class MemorySamples:
         return {
             "seconds": round(seconds, 3),
             "process_bytes": process_bytes,
+            "peak_process_bytes": self.peak_process_bytes,
             "available_bytes": psutil.virtual_memory().available,
             "swap_used_bytes": swap_bytes,
         }
@@ -151,14 +165,85 @@ def end_with_parent() -> None:
     threading.Thread(target=wait_for_end_of_file, daemon=True, name="parent-watch").start()
 
 
-def _copy_lines(child: subprocess.Popen, log_file: str | Path, lines: deque[str]) -> None:
-    """Copy what the child says to the log, and to our own stderr for who watches the terminal."""
+class Echo:
+    """What a person sees of a child: the lines that it says, on our own stderr."""
+
+    def __enter__(self) -> "Echo":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        """Show one line of the child's."""
+        print(line, file=sys.__stderr__, flush=True)
+
+    def refresh(self) -> None:
+        """Show what has changed since the last call."""
+
+
+class LiveEcho(Echo):
+    """On a terminal: a live line instead of the child's lines on single steps, below the others.
+
+    A terminal may go away while the training goes on, so that it cannot be written is no error.
+    """
+
+    def __init__(self, line: Callable[[int], str]) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.line = line
+        self.console = Console(file=sys.__stderr__)
+        self.live = Live(
+            console=self.console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,  # it is the job's log
+            redirect_stderr=False,
+        )
+
+    def __enter__(self) -> "LiveEcho":
+        with suppress(OSError):
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            self.live.stop()
+
+    def say(self, line: str) -> None:
+        if not live.is_step_line(line):
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def refresh(self) -> None:
+        from rich.text import Text
+
+        with suppress(OSError):
+            line = Text(self.line(self.console.width), no_wrap=True, overflow="ellipsis")
+            self.live.update(line, refresh=True)
+
+
+def _on_terminal() -> bool:
+    terminal = sys.__stderr__ is not None and sys.__stderr__.isatty()
+    return terminal and os.environ.get("TERM") not in (None, "dumb", "unknown")
+
+
+def _copy_lines(
+    child: subprocess.Popen, log_file: str | Path, lines: deque[str], echo: Echo
+) -> None:
+    """Copy what the child says to the log and to who watches, as plain lines."""
     with open(log_file, "a", encoding="utf-8", buffering=1) as log:
         for raw in child.stdout:
-            line = raw.decode("utf-8", errors="replace")
-            lines.append(line.rstrip())
-            log.write(line)
-            print(line, end="", file=sys.__stderr__, flush=True)
+            line = _plain(raw.decode("utf-8", errors="replace"))
+            lines.append(line)
+            log.write(line + "\n")
+            with suppress(OSError):
+                echo.say(line)
+
+
+def _plain(line: str) -> str:
+    """A line as a terminal would leave it: what a carriage return overwrites, and codes, gone."""
+    return CONTROL_CODES.sub("", line.rstrip().rpartition("\r")[2])
 
 
 def _tree_bytes(pid: int) -> int:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from workflow_scripts.lib import batches, guard
+from workflow_scripts.lib import batches, guard, live
 from workflow_scripts.lib.adapter_card import adapter_card
 from workflow_scripts.lib.joblog import say
 from workflow_scripts.lib.jsonl import read_json, write_json
@@ -21,6 +21,7 @@ def train_and_publish(
     trainer: str,
     settings: dict,
     model_folder: str | Path,
+    initial_adapter: str | Path,
     train_file: str | Path,
     val_file: str | Path,
     state_folder: str | Path,
@@ -49,6 +50,7 @@ def train_and_publish(
             paths = {
                 "head_chunk": batches.head_chunk(settings["context"]),
                 "model_folder": str(model_folder),
+                "initial_adapter": str(initial_adapter),
                 "train_file": str(train_file),
                 "val_file": str(val_file),
                 "state_folder": str(state),
@@ -73,9 +75,10 @@ def _run_trainer(trainer: str, settings: dict, state: Path, log_file: str | Path
     write_json(settings_file, settings)
     ending = guard.run_child(
         [sys.executable, "-m", trainer, str(settings_file)],
-        guard.child_environment(dict(os.environ), usable_cores()),
+        guard.child_environment({**os.environ, live.PLACE: live.place(state)}, usable_cores()),
         log_file,
         state / "memory.jsonl",
+        lambda columns: live.live_line(state, columns),
     )
     if ending.exit_code != 0:
         end_of_log = "\n".join(f"  | {line}" for line in ending.last_lines)

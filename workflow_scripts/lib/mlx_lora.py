@@ -6,7 +6,7 @@ The loss lies in `mlx_loss`, the optimizer steps in `mlx_loop`.
 import json
 from pathlib import Path
 
-from workflow_scripts.lib import matmul_peak, measure, precision, recipe, training
+from workflow_scripts.lib import initial_adapter, matmul_peak, measure, precision, recipe, training
 from workflow_scripts.lib.mlx_loop import train
 from workflow_scripts.lib.mlx_loss import evaluate
 from workflow_scripts.lib.training import Engine
@@ -43,7 +43,8 @@ def load(settings: dict, config: dict) -> Engine:
     load_peak = mx.get_peak_memory()
     total = get_total_parameters(model)
     lora = settings["lora"]
-    trainable = add_adapters(model, config, lora["r"], lora["alpha"], settings["seed"])
+    start = initial_adapter.read(settings["initial_adapter"], config, lora["r"])
+    trainable = add_adapters(model, config, lora["r"], lora["alpha"], start)
     if settings["gradient_checkpointing"]:
         checkpoint_layers(model)
     mx.reset_peak_memory()
@@ -79,9 +80,10 @@ def _set_limits(mx, device: str) -> None:
         mx.set_wired_limit(about["max_recommended_working_set_size"])
 
 
-def add_adapters(model, config: dict, rank: int, alpha: float, seed: int) -> int:
-    """Put float32 adapters on all seven linears of all layers, A as both engines draw it, B zero,
-    everything else frozen; return the number of trainable parameters.
+def add_adapters(model, config: dict, rank: int, alpha: float, start: dict) -> int:
+    """Put float32 adapters on all seven linears of all layers, A as in `start` (module name ->
+    (rank, inputs), transposed here), B zero, everything else frozen; return the number of trainable
+    parameters.
     """
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -91,14 +93,13 @@ def add_adapters(model, config: dict, rank: int, alpha: float, seed: int) -> int
     keys = {name.split(".", 3)[3] for name in recipe.lora_shapes(config)}
     options = {"rank": rank, "scale": alpha / rank, "dropout": 0.0, "keys": keys}
     linear_to_lora_layers(model, len(model.layers), options)
-    found = {}
-    for name, module in adapters(model).items():
-        inputs, outputs = module.lora_a.shape[0], module.lora_b.shape[1]
-        found[name] = (inputs, outputs)
-        module.lora_a = mx.array(recipe.initial_a(seed, name, rank, inputs).T)
-        module.lora_b = mx.zeros((rank, outputs), dtype=mx.float32)
+    found = adapters(model)
+    sizes = {name: (each.lora_a.shape[0], each.lora_b.shape[1]) for name, each in found.items()}
     trainable = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
-    recipe.check_adapters(found, config, rank, trainable)
+    recipe.check_adapters(sizes, config, rank, trainable)
+    for name, module in found.items():
+        module.lora_a = mx.array(start[name].T)
+        module.lora_b = mx.zeros((rank, sizes[name][1]), dtype=mx.float32)
     mx.eval(model.parameters())
     return trainable
 

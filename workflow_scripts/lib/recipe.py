@@ -1,11 +1,8 @@
-"""What PyTorch and MLX must share for their runs to be the same problem: plain Python and numpy."""
+"""What PyTorch and MLX must share for their runs to be the same problem, in plain Python."""
 
-import hashlib
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
-
-import numpy as np
 
 RECIPES = ("matched", "published")
 
@@ -92,18 +89,6 @@ def lora_shapes(config: Mapping) -> dict[str, tuple[int, int]]:
         for layer in range(config["num_hidden_layers"])
         for name, size in sizes.items()
     }
-
-
-def initial_a(seed: int, module: str, rank: int, inputs: int) -> np.ndarray:
-    """Draw the initial LoRA A of a module, float32 (rank, inputs), from seed, name and shape alone.
-
-    Uniform within 1/sqrt(inputs), which is PEFT's kaiming_uniform_(a=sqrt(5)); mlx-lm's own start
-    has the same bound. MLX stores the transpose.
-    """
-    key = f"{seed} {module} {rank} {inputs}".encode()
-    generator = np.random.Generator(np.random.PCG64(list(hashlib.sha256(key).digest())))
-    bound = 1.0 / math.sqrt(inputs)
-    return (generator.random((rank, inputs), dtype=np.float32) * 2.0 - 1.0) * np.float32(bound)
 
 
 def check_adapters(

@@ -1,14 +1,17 @@
 """What a training says as it goes: each optimizer step checked, counted, written and shown."""
 
 import math
-import sys
+import os
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO
 
-from workflow_scripts.lib import measure
+import psutil
+
+from workflow_scripts.lib import live, measure
 from workflow_scripts.lib.batches import Batch
 from workflow_scripts.lib.joblog import say
 
@@ -74,27 +77,29 @@ class Recorder:
 
 @contextmanager
 def progress(total: int):
-    """Yield a function that shows a step: a bar on a terminal, else a line every few seconds."""
-    started = last = time.monotonic()
+    """Yield a function that says a step in one line: the first, the last, and every few seconds."""
+    said = 0.0
+    recent: deque[measure.Step] = deque(maxlen=live.RECENT_STEPS)
 
-    def text(step: measure.Step) -> str:
-        memory = f", {step.device_bytes / 1e6:,.0f} MB on the device" if step.device_bytes else ""
-        return f"loss {step.loss:.4f}, {step.tokens / step.seconds:,.0f} tokens/s{memory}"
-
-    def line(step: measure.Step) -> None:
-        nonlocal last
+    def show(step: measure.Step) -> None:
+        nonlocal said
+        recent.append(step)
         now = time.monotonic()
-        if now - last >= SECONDS_BETWEEN_LINES or step.step in (1, total):
-            last = now
-            remaining = (now - started) / step.step * (total - step.step)
-            say(f"step {step.step} of {total}: {text(step)}, {remaining:.0f} s remaining")
+        if now - said < SECONDS_BETWEEN_LINES and step.step not in (1, total):
+            return
+        said = now
+        settled = [each for each in recent if not each.new_shape] or recent
+        pace = live.pace_of([(each.tokens, each.seconds) for each in settled])
+        line = live.step_line(
+            os.environ.get(live.PLACE, ""),
+            step.step,
+            total,
+            step.loss,
+            pace.tokens_per_s if pace else 0.0,
+            psutil.Process().memory_info().rss,
+            step.device_bytes,
+            pace.step_seconds * (total - step.step) if pace else 0.0,
+        )
+        say(line)
 
-    if not sys.stdout.isatty():
-        yield line
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = [TextColumn("{task.completed} of {task.total}"), BarColumn(), TimeRemainingColumn()]
-    with Progress(*columns, TextColumn("{task.description}")) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda step: bar.update(task, completed=step.step, description=text(step))
+    yield show

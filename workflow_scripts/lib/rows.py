@@ -25,7 +25,10 @@ MEMORY = (
 LEARNING = (
     "val_loss_before val_loss val_token_accuracy_before val_token_accuracy val_rows val_tokens"
 )
-EVIDENCE = "trainable_parameters total_parameters examples_sha256 model_sha256 chip os versions"
+EVIDENCE = (
+    "trainable_parameters total_parameters examples_sha256 model_sha256 initial_adapter_sha256 "
+    "chip os versions"
+)
 ROW_FIELDS = tuple(
     " ".join([IDENTITY, ENDING, TIMES, RATES, TOKENS, MEMORY, LEARNING, EVIDENCE]).split()
 )

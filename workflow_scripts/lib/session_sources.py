@@ -3,6 +3,7 @@
 import glob
 import os
 import re
+import unicodedata
 from pathlib import Path
 
 from workflow_scripts.lib import joblog
@@ -33,16 +34,17 @@ def files_of_paths(paths: list[str]) -> tuple[dict[str, Path], list[dict]]:
         roots += matches
     folders = [root for root in roots if os.path.isdir(root)]
     found: dict[str, Path] = {}
+    taken: set[str] = set()
     seen: set[str] = set()
     for root in roots:
-        for path, name in _files_under(root, with_folder=len(folders) > 1):
+        for path, name in _files_under(root, len(folders) > 1, skipped):
             name = _safe(name)
             absolute = os.path.abspath(path)
             if absolute in seen:
                 continue
             seen.add(absolute)
             if os.path.isfile(path):
-                found[_free(name, found)] = Path(path)
+                found[_free(name, taken)] = Path(path)
             else:
                 skipped.append({"file": name, "reason": "not a file, or a link to nowhere"})
     if not found:
@@ -96,14 +98,29 @@ def fetch_dataset(repo: str | None, revision: str | None) -> tuple[Path, str]:
     return folder, commit
 
 
-def _files_under(root: str, with_folder: bool):
-    """Yield (path, name) of a file, or of all *.jsonl below a folder, in order."""
+def _files_under(root: str, with_folder: bool, skipped: list[dict]):
+    """Yield (path, name) of a file, or of all *.jsonl below a folder, in order.
+
+    Links to folders are followed, each folder once, so that a circle of links ends; a folder that
+    can't be read is added to `skipped`.
+    """
     base = os.path.basename(os.path.normpath(root)) or "root"
     if not os.path.isdir(root):
         yield root, base
         return
-    for folder, subfolders, files in os.walk(root):
+
+    def note(error: OSError) -> None:
+        name = _safe(os.path.relpath(error.filename, os.path.dirname(os.path.abspath(root))))
+        skipped.append({"file": name, "reason": f"a folder that can't be read: {error.strerror}"})
+
+    visited = {os.path.realpath(root)}
+    for folder, subfolders, files in os.walk(root, onerror=note, followlinks=True):
         subfolders.sort()
+        for subfolder in tuple(subfolders):
+            real = os.path.realpath(os.path.join(folder, subfolder))
+            if real in visited:
+                subfolders.remove(subfolder)
+            visited.add(real)
         for file in sorted(file for file in files if file.endswith(SUFFIX)):
             path = os.path.join(folder, file)
             name = os.path.relpath(path, root)
@@ -115,13 +132,16 @@ def _safe(name: str) -> str:
     return re.sub("[\udc80-\udcff]", lambda byte: f"%{ord(byte[0]) - 0xDC00:02X}", name)
 
 
-def _free(name: str, taken: dict) -> str:
+def _free(name: str, taken: set[str]) -> str:
+    """Return the name, numbered if a file system that ignores case or composition has it already,
+    as those of Macs do; `taken` grows.
+    """
     stem, suffix = (name[: -len(SUFFIX)], SUFFIX) if name.endswith(SUFFIX) else (name, "")
     number, free = 1, name
-    names = {name.lower() for name in taken}  # file systems of Macs ignore case
-    while free.lower() in names:
+    while (known := unicodedata.normalize("NFC", free).casefold()) in taken:
         number += 1
         free = f"{stem}-{number}{suffix}"
+    taken.add(known)
     return free
 
 

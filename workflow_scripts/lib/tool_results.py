@@ -10,22 +10,26 @@ DROPPED = ("result-without-call", "second-result")
 def pair(turns: list[dict]) -> tuple[list[dict], list[tuple[str, str]]]:
     """Return the turns with results beside their calls, and notes (what, entry id).
 
-    A result belongs to the nearest preceding call of its id. One without a call, or a second one
-    of the same call, is dropped; a call without one gets a placeholder if the conversation goes
-    on. Notes are those of DROPPED, displaced-result and placeholder-result.
+    A result belongs to the nearest preceding turn with a call of its id, there to the first such
+    call that has none yet. One without a call, or one too many, is dropped; a call without one gets
+    a placeholder if the conversation goes on. Notes are those of DROPPED, displaced-result and
+    placeholder-result.
     """
     results: dict[tuple[int, int], dict] = {}
-    latest: dict[str, tuple[int, int]] = {}
+    latest: dict[str, list[tuple[int, int]]] = {}
     notes, place_of = [], {}
     for place, turn in enumerate(turns):
         if turn["role"] == "assistant":
+            own: dict[str, list[tuple[int, int]]] = {}
             for number, call in enumerate(turn["calls"]):
-                latest[call["id"]] = (place, number)
+                own.setdefault(call["id"], []).append((place, number))
+            latest |= own
         elif turn["role"] == "tool":
-            owner = latest.get(turn["call"])
-            if owner is None:
+            owners = latest.get(turn["call"])
+            owner = next((each for each in owners or () if each not in results), None)
+            if owners is None:
                 notes.append(("result-without-call", turn["entry"]))
-            elif owner in results:
+            elif owner is None:
                 notes.append(("second-result", turn["entry"]))
             else:
                 results[owner] = turn

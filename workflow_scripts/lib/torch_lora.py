@@ -6,7 +6,7 @@ The loss lies in `torch_loss`, the optimizer steps in `torch_trainer`.
 import os
 import warnings
 
-from workflow_scripts.lib import matmul_peak, measure, precision, recipe, training
+from workflow_scripts.lib import initial_adapter, matmul_peak, measure, precision, recipe, training
 from workflow_scripts.lib.torch_loss import evaluate
 from workflow_scripts.lib.torch_trainer import train
 from workflow_scripts.lib.training import Engine
@@ -44,7 +44,8 @@ def load(settings: dict, config: dict) -> Engine:
     memory.restart()
     total = sum(parameter.numel() for parameter in model.parameters())
     lora = settings["lora"]
-    model = add_adapters(model, config, lora["r"], lora["alpha"], settings["seed"])
+    start = initial_adapter.read(settings["initial_adapter"], config, lora["r"])
+    model = add_adapters(model, config, lora["r"], lora["alpha"], start)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return Engine(
         device=device,
@@ -83,9 +84,9 @@ def probe(device: str) -> dict[str, bool]:
     return {**here, "bfloat16": works}
 
 
-def add_adapters(model, config: dict, rank: int, alpha: float, seed: int):
-    """Return a PEFT model: float32 adapters on all seven linears of all layers, A as both engines
-    draw it, B zero.
+def add_adapters(model, config: dict, rank: int, alpha: float, start: dict):
+    """Return a PEFT model: float32 adapters on all seven linears of all layers, A as in `start`
+    (module name -> (rank, inputs), see `initial_adapter`), B zero.
     """
     import torch
     from peft import LoraConfig, get_peft_model
@@ -101,15 +102,17 @@ def add_adapters(model, config: dict, rank: int, alpha: float, seed: int):
             task_type="CAUSAL_LM",
         ),
     )
-    found = {}
-    with torch.no_grad():
-        for name, module in adapters(model).items():
-            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
-            found[name] = (a.shape[1], b.shape[0])
-            a.copy_(torch.from_numpy(recipe.initial_a(seed, name, rank, a.shape[1])))
-            b.zero_()
+    found = {
+        name: (module.lora_A["default"].weight, module.lora_B["default"].weight)
+        for name, module in adapters(model).items()
+    }
     trainable = [p for p in model.parameters() if p.requires_grad]
-    recipe.check_adapters(found, config, rank, sum(p.numel() for p in trainable))
+    sizes = {name: (a.shape[1], b.shape[0]) for name, (a, b) in found.items()}
+    recipe.check_adapters(sizes, config, rank, sum(p.numel() for p in trainable))
+    with torch.no_grad():
+        for name, (a, b) in found.items():
+            a.copy_(torch.from_numpy(start[name]))
+            b.zero_()
     if any(p.dtype != torch.float32 for p in trainable):
         raise ValueError("adapters must be float32 over frozen weights of any type")
     return model

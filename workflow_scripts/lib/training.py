@@ -166,6 +166,7 @@ def _train(settings: dict, state: Path, load: Callable[[dict, dict], Engine]) ->
         "versions": measure.versions(engine.packages),
         "examples_sha256": measure.sha256_of([train_file, val_file]),
         "model_sha256": measure.model_sha256(settings["model_folder"]),
+        "initial_adapter_sha256": measure.sha256_of([settings["initial_adapter"]]),
     }
 
 

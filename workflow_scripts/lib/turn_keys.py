@@ -1,7 +1,8 @@
 """Identity of an assistant turn across epochs, leaves, forks and copied files.
 
-Forks and copies repeat messages with their time, so time and content name a turn. A message
-without a time is named by everything before it on its path instead: alone, "Done." is no identity.
+Forks and copies repeat messages with their time, so the time and content of a turn and of the turn
+before it name it. A message without a time is named by everything before it on its path instead:
+alone, "Done." is no identity.
 """
 
 import json
@@ -32,6 +33,13 @@ def time_of(entry: Entry) -> str | int | float | None:
     return time if isinstance(time, int | float | str) and time else None
 
 
+def entry_marks(tree: Tree) -> list[str]:
+    """Name each entry of a tree by id and time; files that share one are forks or copies."""
+    if tree.linear:
+        return []
+    return [digest("entry", each.id, time_of(each) or each.data) for each in tree.entries]
+
+
 def keys_of(session: str, tree: Tree, path: list[int], pieces: dict) -> dict[int, tuple[str, ...]]:
     """Keys of the assistant turns of a path, by entry; a turn is known when one of its keys is.
 
@@ -42,19 +50,21 @@ def keys_of(session: str, tree: Tree, path: list[int], pieces: dict) -> dict[int
     assistants = [n for n in path if pieces[n].turn and pieces[n].turn["role"] == "assistant"]
     times = {number: time_of(tree.entries[number]) for number in assistants}
     chained = None in times.values()
-    for number in path if chained else assistants:
+    before = None
+    for number in path:
         turn = pieces[number].turn
         if turn is None:
             continue
         content, time = content_of(turn), times.get(number)
         if chained:
             chain = digest(chain, content)
+        before, previous = content, before
         if turn["role"] != "assistant":
             continue
         if time is None:
             keys[number] = (digest("chain", chain),)
             continue
-        keys[number] = (digest("time", time, content),)
+        keys[number] = (digest("time", time, previous, content),)
         if not tree.linear:
             keys[number] += (digest("id", session, tree.entries[number].id, time),)
     return keys

@@ -11,7 +11,9 @@ from typing import NamedTuple
 from workflow_scripts.lib.masking import Coder, Span, labels_of
 from workflow_scripts.lib.shortening import shorten
 
-SMALLEST_CONTEXT = 32
+SMALLEST_CONTEXT = 64
+SMALLEST_TURN = 8  # tokens of what is left of a turn: with fewer it would lose what frames it
+SMALLEST_REPEATED = 2 * SMALLEST_TURN  # tokens: room for a question, and for more beside it
 SMALLEST_LEAD = 32  # tokens of a shortened turn; with less room the answer is split instead
 
 
@@ -25,7 +27,9 @@ class Row(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """`context` and `repeated` in tokens; `cut` and `dropped` count by reason as rows are made."""
+    """`context` and `repeated` (at least SMALLEST_REPEATED) in tokens; `cut` and `dropped` count by
+    reason as rows are made.
+    """
 
     context: int
     repeated: int
@@ -157,16 +161,14 @@ def _last_question(spans: list[Span], end: int) -> int | None:
 
 def _recent(spans: list[Span], budget: int, limits: Limits) -> list[Span]:
     """The last of some masked turns within the budget; the very last is shortened if need be."""
-    kept: list[Span] = []
-    for span in reversed(spans):
-        if len(span.ids) > budget:
-            limits.cut["context-turn"] += 1
-            if not kept and budget > 0:
-                kept.append(shorten(span, budget, limits.coder))
-            break
-        kept.insert(0, span)
-        budget -= len(span.ids)
-    return kept
+    first, left = len(spans), budget
+    while first and len(spans[first - 1].ids) <= left:
+        first -= 1
+        left -= len(spans[first].ids)
+    limits.cut["context-turn"] += first
+    if first == len(spans) and spans and budget >= SMALLEST_TURN:
+        return [shorten(spans[-1], budget, limits.coder)]
+    return spans[first:]
 
 
 def turns(opening: Span, spans: list[Span], limits: Limits, overlong: str) -> Iterator[Row]:
