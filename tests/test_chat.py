@@ -114,6 +114,11 @@ def test_a_template_that_strips_and_takes_one_call(model_folder, tmp_path):
         (NO_END, "starts with no token of its own"),
         (SMOLLM2.replace("message['content']", "''"), "shows its text 0 times, not once"),
         ("{{ raise_exception('no') }}", "no"),
+        ("{{ strftime_now('%d %b %Y') }}" + SMOLLM2, "writes the current date"),
+        (
+            SMOLLM2.replace("message['content'] +", "message['content'].split('</think>')[-1] +"),
+            "'markup in an answer'",
+        ),
     ],
 )
 def test_templates_that_are_refused(model_folder, tmp_path, template, message):
@@ -134,6 +139,13 @@ def test_a_template_that_writes_special_cases_is_caught_by_the_proof(model_folde
 def test_tools_that_a_template_does_not_show_are_refused(model_folder, tmp_path):
     with pytest.raises(UnprovenTemplateError, match="`tools: false`"):
         load_chat(with_template(model_folder, tmp_path, SMOLLM2), tools=True)
+
+
+def test_a_damaged_tokenizer_is_named(model_folder, tmp_path):
+    folder = with_template(model_folder, tmp_path, SMOLLM2)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"its tokenizer can't be read .*fetch or copy the model"):
+        load_chat(folder)
 
 
 def test_a_tokenizer_without_a_template(model_folder, tmp_path):

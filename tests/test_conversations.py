@@ -250,6 +250,30 @@ def test_repeated_call_ids_pair_with_the_nearest_preceding_call():
 
     turns = [made("a"), answer("1"), made("b"), answer("2")]
     assert tool_results.pair(turns) == (turns, [])
+    both = {**made("a"), "calls": [{"id": "c", "name": "bash"}, {"id": "c", "name": "bash"}]}
+    turns = [both, answer("1"), answer("2")]
+    assert tool_results.pair(turns) == (turns, [])
+    assert tool_results.pair([*turns, answer("3")]) == (turns, [("second-result", "3")])
+
+
+def test_the_same_words_at_the_same_time_after_other_words_are_other_turns(tmp_path):
+    moment = {"timestamp": "2026-01-02T00:00:00Z"}
+    files = {
+        f"{name}.jsonl": [
+            header(name),
+            user(f"{name}1", None, f"{name}?") | moment,
+            assistant(f"{name}2", f"{name}1", "Done.") | moment,
+            user(f"{name}3", f"{name}2", f"and {name}?") | moment,
+            assistant(f"{name}4", f"{name}3", "Done.") | moment,
+        ]
+        for name in ("a", "b")
+    }
+    conversations, _, stats = read(tmp_path, files)
+    assert [shape(each) for each in conversations] == [
+        ["u a?", "a* Done.", "u and a?", "a* Done."],
+        ["u b?", "a* Done.", "u and b?", "a* Done."],
+    ]
+    assert stats["supervised_turns"] == 4
 
 
 @pytest.mark.parametrize(

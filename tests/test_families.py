@@ -57,6 +57,18 @@ def test_a_link_through_a_session_without_turns_of_its_own_holds(tmp_path):
     assert groups(tmp_path, files) == [["a", "c"]]
 
 
+def test_entries_that_no_conversation_shows_join_too(tmp_path):
+    first = session("a")
+    lost = [user("x", "gone", "Something else"), assistant("y", "x", "Another answer")]
+    files = {"a.jsonl": first, "b.jsonl": [header("b", second=1), *first[1:3], *lost]}
+    conversations, _, _ = read(tmp_path, files)
+    assert [turn["text"] for turn in conversations[1]["turns"]] == [
+        "Something else",
+        "Another answer",
+    ]
+    assert groups(tmp_path, files) == [["a", "b"]]
+
+
 def test_shared_entries_join_without_a_link(tmp_path):
     shared = [user("u", None, "q"), assistant("a", "u", "A")]
     files = {

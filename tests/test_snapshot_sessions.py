@@ -1,5 +1,6 @@
 """The snapshot: from paths, the sample folder, and a dataset of a stand-in hub."""
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import hub_endpoint
 import pytest
 
-from workflow_scripts.lib import jsonl
+from workflow_scripts.lib import jsonl, session_sources
 from workflow_scripts.snapshot_sessions import snapshot_sessions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,6 +71,47 @@ def test_names_that_collide_get_numbers(tmp_path):
     folders = [str(tmp_path / "x/s"), str(tmp_path / "y/s"), str(tmp_path / "x/s")]
     manifest = snapshot(tmp_path, paths=folders)
     assert names(manifest) == ["s/a-2.jsonl", "s/a.jsonl", "s/b.jsonl"]
+
+
+def test_names_that_a_mac_takes_for_one_get_numbers(tmp_path):
+    taken = set()
+    names = ["a.jsonl", "A.jsonl", "\u00e9.jsonl", "e\u0301.jsonl"]
+    free = [session_sources._free(name, taken) for name in names]
+    assert free == ["a.jsonl", "A-2.jsonl", "\u00e9.jsonl", "e\u0301-2.jsonl"]
+
+
+def test_linked_folders_are_read_once_and_a_circle_of_links_ends(tmp_path, sessions):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "d.jsonl").write_text("d")
+    (elsewhere / "back").symlink_to(sessions)
+    (sessions / "linked").symlink_to(elsewhere)
+    (sessions / "linked too").symlink_to(elsewhere)
+    manifest = snapshot(tmp_path, paths=str(sessions))
+    assert names(manifest) == [
+        ".hidden/c.jsonl",
+        "b.jsonl",
+        "linked/d.jsonl",
+        "sub dir/a.jsonl",
+    ]
+
+
+def test_a_folder_that_cannot_be_read_is_skipped_with_a_reason(tmp_path, sessions, monkeypatch):
+    real = os.scandir
+
+    def scandir(path):
+        if os.path.basename(path) == "sub dir":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    manifest = snapshot(tmp_path, paths=str(sessions))
+    assert manifest["skipped"] == [
+        {
+            "file": "sessions/sub dir",
+            "reason": "a folder that can't be read: Permission denied",
+        }
+    ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other file systems refuse such names")

@@ -131,6 +131,24 @@ def test_a_split_without_supervised_tokens_is_refused(tmp_path, split, model_fol
         split(model_folder, 63)
 
 
+def test_a_validation_row_that_is_a_training_row_is_dropped_and_counted(
+    tmp_path, split, model_folder
+):
+    same = [make.user("Run the tests"), make.assistant("They pass.")]
+    train = make.record(make.user("Long ago"), make.assistant("Yes. " * 60), *same)
+    val = make.record(make.user("Other"), make.assistant("No. " * 60), *same)
+    jsonl.write_jsonl(tmp_path / "train.jsonl", [train])
+    jsonl.write_jsonl(tmp_path / "val.jsonl", [val])
+    out, stats = split(model_folder, 64)
+    rows = {
+        name: [tuple(row["input_ids"]) for row in jsonl.read_jsonl(out / f"{name}.jsonl")]
+        for name in ("train", "val")
+    }
+    assert not set(rows["train"]) & set(rows["val"])
+    assert stats["val"]["dropped"] == {"copy-of-a-training-row": 1}
+    assert stats["train"]["dropped"] == {}
+
+
 def test_description(split, model_folder, tmp_path):
     folders = [split(model_folder, context)[0] for context in (64, 256)]
     sessions = {

@@ -168,6 +168,24 @@ def test_a_long_answer_is_split_and_repeats_its_question_and_its_last_words(limi
         assert (row.first_turn, row.last_turn) == (0, 1)
 
 
+def test_questions_that_do_not_fit_are_all_counted(limits):
+    given = limits(100)
+    rows = list(windows(*spans_of([8, *[("user", 40)] * 5, ("answer", 50)]), given))
+    assert len(rows) == 1
+    assert given.cut["context-turn"] == 5
+
+
+def test_a_shortened_turn_keeps_what_frames_it_or_is_left_out(prepared):
+    shape = [8, ("user", 300), ("answer", 60), ("tool", 300), ("answer", 300)]
+    for repeated in range(16, 40):
+        given = Limits(128, repeated, prepared.coder, Counter(), Counter())
+        opening, spans = spans_of(shape)
+        for row in windows(opening, spans, given):
+            shown = set(row.input_ids)
+            for span in (spans[0], spans[2]):
+                assert (span.ids[0] in shown) == (span.ids[-1] in shown)
+
+
 def test_a_long_system_turn_is_cut_to_a_quarter(limits):
     given = limits(256)
     opening, spans = spans_of([300, ("user", 10), ("answer", 20)])

@@ -1,8 +1,9 @@
 """Families of sessions that must not be split between training and validation, and the split.
 
 Sessions are of one family when a header names the other as its parent, when they share an entry
-(id and time) or an assistant turn, when they open with the same turns up to the first answer, or when
-they hold the same long answer. The split orders families by a hash of their own content and a seed.
+(id and time) or an assistant turn, when they open with the same turns up to the first answer, or
+when they hold the same long answer. The split orders families by a hash of their own content and a
+seed.
 """
 
 import re

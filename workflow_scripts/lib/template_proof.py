@@ -70,22 +70,44 @@ PROBES = {
     ],
     "an answer first": [_turn("assistant", "Summary so far"), _turn("user", "Go on")],
 }
+# The template's own tokens, typed as text: the stock ids hold special tokens there, ours must not.
+TYPED = {
+    "markup in an answer": [
+        _turn("user", "Which tags? </think>"),
+        _turn("assistant", "<think>\nnone</think>\n\nThat: </think> <tool_call> </tool_call> a"),
+        _turn("user", "<|im_end|>\n<|im_start|>assistant\n<tool_response>"),
+        _turn("assistant", "<|im_end|> and <|endoftext|>"),
+    ],
+}
 
 
 def load_chat(folder: str | Path, thinking: str = "drop", tools: bool = False):
     """Return (Chat, Coder) of the tokenizer in a folder, proven on all probes.
 
     `thinking` and `tools` as they will be used. Raises UnprovenTemplateError (a ValueError) naming
-    the folder, the probe, the place and both texts where the template can't be followed.
+    the folder, the probe, the place and both texts where the template can't be followed, ValueError
+    where the tokenizer can't be read.
     """
     from jinja2 import TemplateError
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # the tokenizers library raises no narrower type for a damaged file
+        raise ValueError(
+            f"{folder}: its tokenizer can't be read ({' '.join(str(error).split())[:200]}); fetch "
+            "or copy the model again"
+        ) from None
     if not tokenizer.chat_template:
         raise UnprovenTemplateError(
             f"{folder}: the tokenizer has no chat template, so nothing says how a conversation is "
             "written; take the model's instruct version"
+        )
+
+    if "strftime_now" in tokenizer.chat_template:
+        raise UnprovenTemplateError(
+            f"{folder}: the chat template writes the current date, so the same sessions would give "
+            "other rows each day; take a model whose template depends on the conversation alone"
         )
 
     def render(messages, tools=None, add_generation_prompt=False):
@@ -96,7 +118,7 @@ def load_chat(folder: str | Path, thinking: str = "drop", tools: bool = False):
     coder = masking.coder_of(tokenizer.backend_tokenizer)
     try:
         chat = Chat(chat_format.learn(render, set(coder.added)), render, {})
-        for name, turns in PROBES.items():
+        for name, turns in {**PROBES, **TYPED}.items():
             for system in (None, "You help.\n"):
                 for defined in ([], TOOLS) if tools else ([],):
                     _prove(tokenizer, chat, coder, name, turns, system, defined, thinking)
@@ -119,6 +141,8 @@ def _prove(tokenizer, chat, coder, name, turns, system, tools, thinking) -> None
     theirs = chat.render(stock, tools=schemas)
     what = f"{name!r}{', own system prompt' if system else ''}{', tools' if tools else ''}"
     _same(ours, theirs, f"the text of {what}")
+    if name in TYPED:
+        return
     ids = [each for span in masking.encode(blocks, coder) for each in span.ids]
     stock_ids = tokenizer.apply_chat_template(
         stock, tools=schemas, tokenize=True, return_dict=False
