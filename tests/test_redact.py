@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workflow_scripts.lib.redact import find, redact
+from workflow_scripts.lib.redact import find, redact, redact_text
 from workflow_scripts.lib.secret_rules import is_secret_value, load
 
 LETTERS_AND_DIGITS = string.ascii_letters + string.digits
@@ -121,6 +121,35 @@ ASSIGNED = [
     ("authorization", '{{"Authorization": "Bearer {}"}}'),
     ("authorization", "proxy-authorization: token {}\n"),
     ("authorization", "the header Bearer {} was sent"),
+    ("authorization", "Authorization: OAuth {}"),
+    ("authorization", "Authorization: GenieKey {}"),
+    ("authorization", "Authorization: DPoP {}"),
+    ("key", 'echo -e "API_KEY={}\\n"'),
+    ("key", 'API_KEY="{}\\n"'),
+    ("key", 'API_KEY="{}'),
+    ("secret", 'SECRET_KEY = " {}"'.replace("SECRET_KEY", "CLIENT_SECRET")),
+    ("secret", 'client_secret = """{}"""'),
+    ("key", 'api_key = f"{}"'),
+    ("key", 'API_KEYS=["{}"]'),
+    ("password", '"password": ["{}"]'),
+    ("key", '{{"name":"API_KEY","value":"{}"}}'),
+    ("key", "- name: API_KEY\n  value: {}"),
+    ("password", "password: |\n  {}"),
+    ("key", "set -x API_KEY {}"),
+    ("token", "ENV API_TOKEN {}"),
+    ("password", "pass: {}"),
+    ("key", 'process.env.API_KEY ?? "{}"'),
+    ("key", "**API Key:** {}"),
+    ("key", "OPENAIKEY={}"),
+    ("key", "stripeKey = '{}'"),
+    ("token", "REQUEST_TOKEN={}"),
+    ("token", "SYNC_TOKEN={}"),
+    ("key", "HASH_KEY={}"),
+]
+DOTTED = [  # values that look like an expression, but begin with no word
+    "DISCORD_TOKEN={}",
+    'api_key = "{}"',
+    "token: {}",
 ]
 HARMLESS = [
     "const apiKey = await getApiKeyForModel(nextModel);",
@@ -173,6 +202,38 @@ HARMLESS = [
     "-----BEGIN PUBLIC KEY-----\n" + "\n".join(PEM_LINES) + "\n-----END PUBLIC KEY-----",
     "risk-management-and-disk-encryption-for-task-force-members",
     "the password is the name of the dog",
+    "gpg --recv-key 0x9B5C1A2D3E4F5061",
+    's3_key = "uploads/2024/01/15/4f9a2c7be81d.png"',
+    'token: "0xdAC17F958D2ee523a2206206994597C13D831ec7"',
+    'TOKEN_CHARS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"',
+    'content_key = "sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU="',
+    'git_token_sha = "4f9a2c7be81d4f9a2c7be81d4f9a2c7be81d0a1b"',
+    "commit_key: 4f9a2c7be81d4f9a2c7be81d4f9a2c7be81d0a1b",
+    'build_key="linux-x64-node20-a1b2c3d4"',
+    "imagePullSecret: regcred-7d9f8b6c5d",
+    "ASIAPACIFICREGION123",
+    "interface Props { token: string; apiKey?: string }",
+    "<li key={`row-${index}`}>",
+    't("settings.password.placeholder")',
+    'password = getpass.getpass("Password: ")',
+    "secretKeyRef: {name: db, key: password}",
+    "DB_PASSWORD=${DB_PASSWORD:-postgres}",
+    'if (!process.env.API_KEY) throw new Error("API_KEY is missing")',
+    'api_key=os.getenv("OPENAI_API_KEY")',
+    'assert token == "test-token"',
+    'cacheKey: "user-profile-settings-v2"',
+    "ENV NODE_ENV production",
+    "set -x PATH $HOME/bin",
+    "password_hash = bcrypt.hashpw(password, bcrypt.gensalt())",
+    "Authorization: `Bearer ${await this.getAccessToken()}`",
+    'keys: ["ArrowUp", "ArrowDown", "Enter"]',
+    'token: "keyword.control.typescript"',
+    'password: "correct horse"',
+    "--api-key <key>",
+    "GITHUB_TOKEN: ${{ secrets.GITHUB_TOKEN }}",
+    '"key": "value", "value": "something-else-1234"',
+    "session_key = generate_session_key(user_id=42)",
+    "postgres://me:$PASSWORD@db/x",
 ]
 
 
@@ -257,9 +318,49 @@ def test_a_private_key_over_several_lines_keeps_their_number():
     assert replaced.startswith(b"a\n[REDACTED:private-key]")
 
 
+@pytest.mark.parametrize(
+    "decorated",
+    [
+        "-{}",
+        "+{}",
+        "3f786850e (Some One 2024-01-01 10:00:00 +0000 12) {}",
+        "folder/key.pem:12:{}",
+        " 12 | {}",
+        "    12\u2192{}",
+        "> {}",
+        "# {}",
+        " * {}",
+    ],
+)
+@pytest.mark.parametrize("lines", [None, 6])
+def test_private_keys_are_found_behind_what_tools_put_before_each_line(decorated, lines):
+    text = "\n".join(decorated.format(line) for line in pem().splitlines()[:lines])
+    replaced, counts = redact(as_line(text))
+    assert counts == {"private-key": 1}
+    for part in PEM_LINES[:4]:
+        assert_gone(part, replaced)
+
+
+@pytest.mark.parametrize("around", DOTTED)
+def test_a_value_with_dots_is_no_expression(around):
+    value = "MTA5OTk5OTk5OTk5OTk5OTk5.GaBcDe.p7CgQ0PBzKx81mQ2"
+    replaced, counts = redact(as_line(around.format(value)))
+    assert counts.total() == 1
+    assert_gone(value, replaced)
+
+
+def test_names_of_files_and_messages_lose_their_secrets():
+    token = next(token for kind, token in TOKENS if kind == "github-token")
+    assert redact_text(f"{token}.jsonl") == "[REDACTED:github-token].jsonl"
+    assert redact_text(f"http://me:{PASSWORD}@127.0.0.1:1 refused").startswith(
+        "http://me:[REDACTED:url-password]@"
+    )
+    assert redact_text("b\udcff.jsonl") == "b\udcff.jsonl"
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_passwords_in_addresses_are_replaced(depth):
-    for password in (PASSWORD, "hunter2"):
+    for password in (PASSWORD, "hunter2", "p$a4vUCsMehGAkW"):
         text = "psql postgres://admin:{}@db.example.com:5432/app?x=1"
         replaced, counts = redact(as_line(text.format(password), depth))
         assert text_of(replaced, depth) == text.format("[REDACTED:url-password]")

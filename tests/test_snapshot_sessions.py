@@ -234,6 +234,16 @@ def test_secrets_never_reach_the_results(tmp_path):
     assert copied.endswith(b'{"text": "[REDACTED:aws-key]')
 
 
+def test_secrets_in_the_names_of_files_and_folders_stay_outside(tmp_path):
+    name = "gh" + "p_Z7QK3M5XW2JD8RBNz7qk3m5xw2jd8rbn4tYu"
+    folder = tmp_path / "sessions" / name
+    folder.mkdir(parents=True)
+    (folder / "a.jsonl").write_text("{}")
+    manifest = snapshot(tmp_path, paths=str(tmp_path / "sessions"))
+    assert names(manifest) == ["[REDACTED:github-token]/a.jsonl"]
+    assert not list((tmp_path / "raw").rglob(f"*{name}*"))
+
+
 def test_secrets_stay_when_asked_to(tmp_path):
     text = b'{"password": "q8Zr2Kx9Lw4Tn7Vb"}\n'
     (tmp_path / "sessions").mkdir()

@@ -47,13 +47,13 @@ def snapshot_sessions(
     """
     origin: dict = {"source": source}
     if source == "sample":
-        found, skipped = session_sources.files_of_paths([str(sample_folder)])
+        found, skipped = session_sources.files_of_paths([str(sample_folder)], redact)
     elif source == "path":
         paths = [paths] if isinstance(paths, str) else list(paths)
-        found, skipped = session_sources.files_of_paths(paths)
+        found, skipped = session_sources.files_of_paths(paths, redact)
     elif source == "hub":
         folder, commit = session_sources.fetch_dataset(repo, revision)
-        found, skipped = session_sources.files_of_paths([str(folder)])
+        found, skipped = session_sources.files_of_paths([str(folder)], redact)
         origin |= {"repo": repo, "commit": commit}
     else:
         raise ValueError(f"sessions.source is {source!r}; expected 'sample', 'path' or 'hub'")

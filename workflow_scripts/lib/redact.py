@@ -14,19 +14,23 @@ from workflow_scripts.lib import secret_rules
 from workflow_scripts.lib.secret_rules import is_secret_value, load, random_bytes
 
 BLANKS = rb"(?:[ \t]|\\{1,8}t){0,8}"
+NEWLINE = rb"(?:\\{1,8}[rn]|[\r\n])"
 QUOTE = rb"""\\{0,15}["'`]"""
 # What stands between a name and its value: `=`, `: `, `" : "`, `'] = '`, `: str = "`, `", "`, `>`.
 BETWEEN = re.compile(
     rb"""(?P<after>(?:[_-][a-z0-9_-]{1,24})?[0-9]{0,2})
-    (?: (?:QUOTE)?\]?\??BLANKS (?: :=|=>|[=!]==?|[:=] ) BLANKS
-        (?: (?<=[: ])[a-z]{2,10}(?:[ ]\|[ ][a-z]{2,10})? BLANKS = BLANKS )?
+    (?: (?:QUOTE)?\]?\??BLANKS (?: :=|=>|[=!]==?|\?\?|\|\||[:=](?:\*\*)? ) BLANKS
+        (?: (?<=[: ])[a-z]{2,10}(?:[ ]\|[ ][a-z]{2,10})? BLANKS = BLANKS
+          | [|>]-?NEWLINE{1,2} BLANKS
+          | [\[(] BLANKS (?=[bruf]?QUOTE) )?
+      | (?:QUOTE)?(?:,|NEWLINE{1,2}) BLANKS (?:QUOTE)?value(?:QUOTE)? BLANKS [:=] BLANKS
       | (?P<comma>QUOTE BLANKS , BLANKS (?=QUOTE))
       | (?P<blank>[ ]{1,4})
       | > )
-    (?: [bru]?(?P<quote>QUOTE) )?
-    (?: (?P<scheme>bearer|basic|token|bot|digest|apikey) [ ]{1,4} )?""".replace(
-        b"QUOTE", QUOTE
-    ).replace(b"BLANKS", BLANKS),
+    (?: [bruf]?(?P<quote>QUOTE)(?:(?P=quote){2})?+ [ ]{0,2} )?
+    (?: (?P<scheme>[a-z]{2,12}) [ ]{1,4} )?""".replace(b"QUOTE", QUOTE)
+    .replace(b"BLANKS", BLANKS)
+    .replace(b"NEWLINE", NEWLINE),
     re.VERBOSE,
 )
 QUOTED = {
@@ -36,16 +40,24 @@ QUOTED = {
 BARE = re.compile(rb"""[^\s"'`\\,;()<>{}|&$\[\]\x00-\x1f]*+""")
 OPENING = (b"(", b"[", b"{", b"$", b"<")  # of a call, an index, a template: no literal
 CALLED = re.compile(rb"\(\\{0,15}[\"'`][a-z0-9_-]*$")
-OPTION = re.compile(rb"(?:^|[^a-z0-9])--?[a-z][a-z-]*$")
+SCHEMES = (b"bearer", b"basic", b"token", b"bot", b"digest", b"apikey")
+# `--api-key VALUE`, and how fish and Dockerfiles set a variable.
+OPTION = re.compile(
+    rb"(?:^|[^a-z0-9])(?:--?[a-z][a-z-]*|(?:set[ ]-[a-z]{1,4}|env|arg)[ ]{1,4}[a-z0-9_]*)$"
+)
 # Variables and expressions, patterns, paths and addresses, and what was replaced before.
 NO_LITERAL = re.compile(
     rb"""\$[A-Za-z_(]|<[a-z]|%[sv(]|arn:|.*(?:A-Z|a-z|0-9|\{\{|\{[A-Za-z_][\w.]*\}|://|\[REDACTED:)
-    |(?:[A-Za-z_][A-Za-z0-9_]*(?:\(\)|\[\w*\])?(?:\?\.|\.|::|->))+[A-Za-z_][A-Za-z0-9_]*$
+    |0x[0-9A-Fa-f]+$|sha(?:1|256|384|512)-
     |(?:~|\.{1,2})?/(?:[^/]*/)*?[a-z._-]{3,}(?:/|$)|[A-Za-z]:\\|[\w.-]+\(""",
     re.VERBOSE | re.DOTALL,
 )
+# An expression such as `settings.api.key2`: what stands first is a word.
+EXPRESSION = re.compile(
+    rb"(?P<first>[A-Za-z_]\w*)(?:\(\)|\[\w*\])?(?:(?:\?\.|\.|::|->)[A-Za-z_]\w*(?:\(\)|\[\w*\])?)+$"
+)
 URL_PASSWORD = re.compile(
-    rb"""://(?P<user>[^\s:/@"'`\\<>{}$()\[\]]{0,64}+):(?P<value>[^\s/@"'`\\<>{}$\[\]]{3,256}+)@
+    rb"""://(?P<user>[^\s:/@"'`\\<>{}$()\[\]]{0,64}+):(?!\$[({A-Za-z_])(?P<value>[^\s/@"'`\\<>{}\[\]]{3,256}+)@
     (?=[A-Za-z0-9\[])""",
     re.VERBOSE,
 )
@@ -58,7 +70,21 @@ PRIVATE_KEY = re.compile(
     ),
     re.VERBOSE,
 )
-TORN_KEY = re.compile(rb"(?:NEWLINES|[A-Za-z0-9+/=]{32,})*+".replace(b"NEWLINES", NEWLINES))
+# Lines of base64, bare or behind the marks of a diff, a quotation or a comment, or behind what
+# `git blame` or `grep -n` put there; what opens the key ends a line, or its first line follows.
+TORN_KEY = re.compile(
+    rb"""[A-Za-z0-9+/=]{0,80}
+    (?: NEWLINES{1,4} (?: (?:[-+ \t0-9>\#*|:]|\xe2\x86\x92|\\u2192){0,16}+ [A-Za-z0-9+/=]{32,}
+      | [^\\\r\n]{0,100}? (?<![A-Za-z0-9+/=]) [A-Za-z0-9+/=]{40,} ) )*+""".replace(
+        b"NEWLINES", NEWLINES
+    ),
+    re.VERBOSE,
+)
+KEY_MARK = re.compile(
+    rb"-----(?:BEGIN|(?P<end>END))[ ](?:[A-Z0-9]{1,16}[ ]){0,4}PRIVATE[ ]KEY(?:[ ]BLOCK)?-----"
+)
+LONGEST_KEY = 16_384  # bytes from BEGIN to END, whatever stands before each line
+KEY_LINE = re.compile(rb"[A-Za-z0-9+/]{40,}")
 
 
 def redact(data: bytes) -> tuple[bytes, Counter[str]]:
@@ -80,6 +106,12 @@ def redact(data: bytes) -> tuple[bytes, Counter[str]]:
         ]
         at = end
     return b"".join([*parts, data[at:]]), Counter(kind for _, _, kind in found)
+
+
+def redact_text(text: str) -> str:
+    """Replace each secret in a short text, such as a file's name or an error's message."""
+    replaced, _ = redact(text.encode("utf-8", "surrogateescape"))
+    return replaced.decode("utf-8", "surrogateescape")
 
 
 def find(data: bytes) -> list[tuple[int, int, str]]:
@@ -114,7 +146,12 @@ def _private_keys(data: bytes):
         return
     for match in PRIVATE_KEY.finditer(data):
         body, end = match["body"], match.end()
-        if not match["end"]:  # cut off: the lines that are nothing but base64
+        if not match["end"]:  # decorated line by line, or cut off
+            mark = KEY_MARK.search(data, match.end(), match.end() + LONGEST_KEY)
+            between = data[match.end() : mark.start()] if mark and mark["end"] else b""
+            if any(map(random_bytes, KEY_LINE.findall(between))):
+                yield match.start(), mark.end(), "private-key"
+                continue
             torn = TORN_KEY.match(data, match.start("body"))
             body, end = torn[0], torn.end()
         body = re.sub(NEWLINES, b"", body)
@@ -162,19 +199,27 @@ def _assigned(data: bytes, lowered: bytes, search: secret_rules.Search):
             continue  # in a list of names; get("API_KEY", "...") is a default
         if rule.before and not rule.before.search(preceding):
             continue
-        if rule.not_before and rule.not_before.search(preceding):
+        # SYNC_TOKEN=... of an environment is a secret, a syncToken in a program is not.
+        environment = data.startswith(b"=", match.end()) and data[start : match.end()].isupper()
+        if rule.not_before and not environment and rule.not_before.search(preceding):
             continue
         if harmless_after.match(between["after"]):
             continue
         quote = between["quote"]
-        value = (QUOTED[quote[-1:]] if quote else BARE).match(data, between.end())
+        at = between.end()
+        if between["scheme"] not in SCHEMES and rule.kind != "authorization":
+            at = between.start("scheme") if between["scheme"] else at
+        value = (QUOTED[quote[-1:]] if quote else BARE).match(data, at)
         end = value.end()
         if end - value.start() > secret_rules.LONGEST:
             examined = end
         if quote:
-            closed = data.startswith(quote, end)
+            closed = data[end : end + 1] not in (b" ", b"$", b"{")
         else:
             closed = not data.startswith(OPENING, end) or data.startswith(b"</", end)
+        expression = None if quote else EXPRESSION.match(value[0])
+        if expression and not random_bytes(expression["first"]):
+            continue
         if not closed or end - value.start() < secret_rules.SHORTEST or NO_LITERAL.match(value[0]):
             continue
         examined = end

@@ -7,16 +7,18 @@ import unicodedata
 from pathlib import Path
 
 from workflow_scripts.lib import joblog
+from workflow_scripts.lib.redact import redact_text
 
 SUFFIX = ".jsonl"
 
 
-def files_of_paths(paths: list[str]) -> tuple[dict[str, Path], list[dict]]:
+def files_of_paths(paths: list[str], redact: bool = True) -> tuple[dict[str, Path], list[dict]]:
     """Find session files: {name in raw/: path}, and what is left out as [{file, reason}].
 
     Each path is a file, a folder (its *.jsonl at any depth) or a glob; ~ is expanded. Names are
     relative to the folder, which itself goes in front where there are several. Names that would
-    collide get a number; characters that are no UTF-8 are written as %XX.
+    collide get a number; characters that are no UTF-8 are written as %XX. With `redact`, names lose
+    their secrets.
     Raises ValueError where a path matches nothing or nothing is found at all.
     """
     roots, skipped = [], []
@@ -38,7 +40,7 @@ def files_of_paths(paths: list[str]) -> tuple[dict[str, Path], list[dict]]:
     seen: set[str] = set()
     for root in roots:
         for path, name in _files_under(root, len(folders) > 1, skipped):
-            name = _safe(name)
+            name = redact_text(_safe(name)) if redact else _safe(name)
             absolute = os.path.abspath(path)
             if absolute in seen:
                 continue
@@ -146,4 +148,4 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return redact_text(" ".join(str(error).split()))[:200] or type(error).__name__
