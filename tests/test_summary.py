@@ -168,6 +168,29 @@ def test_losses_share_a_letter_only_within_one_problem():
     assert "".join(caveats.same_problem(rows)) == "AABBCDEF"
 
 
+def test_agreement_is_said_of_both_engines_on_one_problem_solved_alike():
+    def said(*changes):
+        return caveats.agreements([make_row(OK, {"val_loss": 5.0}, change) for change in changes])
+
+    mlx = {"engine": "mlx", "backend": "mlx-16bit", "val_loss": 5.05}
+    (note,) = said({"backend": "torch"}, mlx)
+    assert note.startswith("Problem A: torch and mlx-16bit end 1% apart in loss")
+    assert said({}, {"val_loss": 5.05}) == []
+    for change in (
+        {"bits": 4},
+        {"learning_rate": 0.5},
+        {"variant": "hot"},
+        {"recipe": "published"},
+    ):
+        assert said({}, mlx | change) == []
+
+
+def test_a_speed_that_cannot_be_true_is_marked_in_the_main_table():
+    rows = [make_row(OK, {"utilization": 0.5}), make_row(OK, {"utilization": 1.4})]
+    table = comparison.named(comparison.table_of(rows), headings.MAIN)
+    assert table["status"].to_list() == ["ok", "ok, implausible"]
+
+
 def test_no_run_yet_says_where_to_look(results):
     with pytest.raises(FileNotFoundError, match="no run of the study has ended yet; see"):
         summarize_present("s", str(results), ["torch/tiny/256/seed0"])

@@ -57,6 +57,26 @@ def same_problem(rows: Sequence[dict]) -> list[str]:
     return found
 
 
+def agreements(rows: Sequence[dict]) -> list[str]:
+    """Say how far apart the engines ended on one problem, solved alike: it should be rounding."""
+    alike = ("context", "variant", "learning_rate", "optimizer_steps", "effective_batch")
+    groups: dict[tuple, list[dict]] = {}
+    for row, letter in zip(rows, same_problem(rows), strict=True):
+        key = (letter, *(row[field] for field in alike))
+        groups.setdefault(key, []).append(row)
+    notes = []
+    for (letter, *_), found in groups.items():
+        losses = [row["val_loss"] for row in found if row["val_loss"]]
+        if len({row["engine"] for row in found}) > 1 and len(losses) > 1:
+            names = " and ".join(dict.fromkeys(row["backend"] for row in found))
+            apart = 100 * (max(losses) / min(losses) - 1)
+            notes.append(
+                f"Problem {letter}: {names} end {apart:.2g}% apart in loss, on the same rows, "
+                "weights, start and recipe."
+            )
+    return notes
+
+
 def run_name(row: dict) -> str:
     """A run as people name it in a sentence."""
     return f"{row['backend']}, {row['model']}, {row['context']} tokens ({row['variant']})"

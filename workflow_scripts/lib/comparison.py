@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 
 from workflow_scripts.lib import headings
-from workflow_scripts.lib.caveats import caveats, run_name, same_problem
+from workflow_scripts.lib.caveats import agreements, caveats, run_name, same_problem
 from workflow_scripts.lib.headings import Columns, Section
 from workflow_scripts.lib.jsonl import read_json
 from workflow_scripts.lib.rows import ROW_FIELDS, checked_row
@@ -51,6 +51,7 @@ def summary_text(
     parts += [
         _heading(headings.LEARNING),
         markdown_table(_with_problem(done)),
+        "\n".join(f"- {note}" for note in agreements(done.to_dicts())),
         "## Data and machine",
         "\n".join(f"- {name}: {value}" for name, value in data.items()),
         _machines(table),
@@ -71,13 +72,19 @@ def named(table: pl.DataFrame, columns: Columns, status: bool = True) -> pl.Data
         numbers_column(),
     ]
     if status:
-        names.append(pl.col("status"))
+        names.append(_status())
     if table["variant"].n_unique() > 1:
         names.insert(3, pl.col("variant"))
     figures = [
         _figure(field, factor).alias(heading) for heading, (field, factor) in columns.items()
     ]
     return table.select(*names, *figures)
+
+
+def _status() -> pl.Expr:
+    """How a run ended, and whether its speed can be true; see `caveats.implausible`."""
+    too_fast = pl.col("utilization").cast(pl.Float64, strict=False) > 1
+    return pl.when(too_fast).then(pl.col("status") + ", implausible").otherwise("status")
 
 
 def _with_problem(done: pl.DataFrame) -> pl.DataFrame:
