@@ -43,22 +43,28 @@ def test_the_file_is_the_same_bytes_each_time_and_other_bytes_for_another_seed(
     assert (tmp_path / "other.safetensors").read_bytes() != drawn.read_bytes()
 
 
-def test_both_engines_start_from_exactly_what_the_file_holds(tiny_folder, drawn):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_both_engines_start_from_exactly_what_the_file_holds(tiny_folder, drawn, dtype):
+    import mlx.core as mx
     import torch
     from mlx_lm.utils import load_model
     from transformers import AutoModelForCausalLM
 
     config = tiny_problem.model_config(tiny_folder)
     start = initial_adapter.read(drawn, config, 8)
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=getattr(torch, dtype))
     peft = torch_lora.adapters(torch_lora.add_adapters(model, config, 8, 16, start))
     model, _ = load_model(tiny_folder)
+    model.set_dtype(getattr(mx, dtype))
     mlx_lora.add_adapters(model, config, 8, 16, start)
     mlx = mlx_lora.adapters(model)
     assert peft.keys() == mlx.keys() == start.keys()
     for name, a in start.items():
         assert np.array_equal(peft[name].lora_A["default"].weight.detach().numpy(), a)
         assert np.array_equal(np.array(mlx[name].lora_a), a.T)
+        assert mlx[name].lora_a.dtype == mlx[name].lora_b.dtype == mx.float32
+        assert peft[name].lora_A["default"].weight.dtype == torch.float32
+        assert str(mlx[name].linear.weight.dtype).endswith(dtype)
         assert not peft[name].lora_B["default"].weight.any()
         assert not np.array(mlx[name].lora_b).any()
         assert peft[name].scaling["default"] == mlx[name].scale == 2.0

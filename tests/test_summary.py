@@ -127,6 +127,7 @@ def test_runs_of_one_problem_on_one_machine_need_no_caveat():
     ("change", "said"),
     [
         ({"utilization": 1.4}, "b1, tiny, 256 tokens (seed0): implausible. Its rate implies 1.4"),
+        ({"dtype": "float16"}, "float16 runs scale the loss by a power of two"),
         ({"skipped_steps": 2}, "2 of 3 optimizer steps were skipped"),
         ({"tokens_per_s": None}, "no rate, since every step saw a row length for the first time"),
         ({"bits": 4, "group_size": 64}, "another base"),

@@ -17,6 +17,12 @@ def caveats(table: pl.DataFrame) -> list[str]:
         for row in rows
         if implausible(row)
     ]
+    if any(row["dtype"] == "float16" for row in rows):
+        notes.append(
+            "float16 runs scale the loss by a power of two before the backward pass and the "
+            "gradients back before they are checked, clipped and applied: 1,024 at first, half "
+            "after a gradient that overflows (that step is skipped), double after 100 clean steps."
+        )
     notes += [
         f"{run_name(row)}: {row['skipped_steps']} of {row['optimizer_steps']} optimizer steps were "
         "skipped, because a float16 gradient overflowed at the scale of its loss; the scale was "
