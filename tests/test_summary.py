@@ -128,6 +128,8 @@ def test_runs_of_one_problem_on_one_machine_need_no_caveat():
     [
         ({"utilization": 1.4}, "b1, tiny, 256 tokens (seed0): implausible. Its rate implies 1.4"),
         ({"dtype": "float16"}, "float16 runs scale the loss by a power of two"),
+        ({"val_tokens": 465, "val_rows": 11}, "only 465 supervised tokens in 11 rows"),
+        ({"train_seconds": 1.5}, "Some runs trained for less than 10 s"),
         ({"skipped_steps": 2}, "2 of 3 optimizer steps were skipped"),
         ({"tokens_per_s": None}, "no rate, since every step saw a row length for the first time"),
         ({"bits": 4, "group_size": 64}, "another base"),
@@ -175,7 +177,7 @@ def test_agreement_is_said_of_both_engines_on_one_problem_solved_alike():
 
     mlx = {"engine": "mlx", "backend": "mlx-16bit", "val_loss": 5.05}
     (note,) = said({"backend": "torch"}, mlx)
-    assert note.startswith("Problem A: torch and mlx-16bit end 1% apart in loss")
+    assert note.startswith("Problem A, seed0: torch and mlx-16bit end 1% apart in loss")
     assert said({}, {"val_loss": 5.05}) == []
     for change in (
         {"bits": 4},

@@ -5,6 +5,9 @@ from string import ascii_uppercase
 
 import polars as pl
 
+FEW_TOKENS = 1_000  # of a validation set
+FEW_SECONDS = 10  # of a training
+
 
 def caveats(table: pl.DataFrame) -> list[str]:
     """Return the sentences that apply to these rows of runs, the most important first."""
@@ -77,8 +80,8 @@ def agreements(rows: Sequence[dict]) -> list[str]:
             names = " and ".join(dict.fromkeys(row["backend"] for row in found))
             apart = 100 * (max(losses) / min(losses) - 1)
             notes.append(
-                f"Problem {letter}: {names} end {apart:.2g}% apart in loss, on the same rows, "
-                "weights, start and recipe."
+                f"Problem {letter}, {found[0]['variant']}: {names} end {apart:.2g}% apart in loss, "
+                "on the same rows, weights, start and recipe."
             )
     return notes
 
@@ -90,6 +93,12 @@ def run_name(row: dict) -> str:
 
 def _about_losses(done: pl.DataFrame) -> list[str]:
     notes = []
+    sizes = done.select("val_tokens", "val_rows").drop_nulls()
+    if sizes.height and (fewest := min(sizes.rows()))[0] < FEW_TOKENS:
+        notes.append(
+            "Validation is over only {} supervised tokens in {} rows: small differences in loss "
+            "mean nothing.".format(*fewest)
+        )
     if done.select(pl.struct("bits", "group_size").n_unique()).item() > 1:
         notes.append(
             "Quantized runs start from other weights than whole ones, so their losses stand on "
@@ -124,6 +133,11 @@ def _about_losses(done: pl.DataFrame) -> list[str]:
 
 def _about_speed(done: pl.DataFrame) -> list[str]:
     notes = []
+    if done.filter(pl.col("train_seconds").cast(pl.Float64, strict=False) < FEW_SECONDS).height:
+        notes.append(
+            f"Some runs trained for less than {FEW_SECONDS} s: whatever else the machine did then "
+            "moves their speed."
+        )
     if done.filter((pl.col("device") == "cpu") & (pl.col("engine") == "mlx")).height:
         notes.append(
             "MLX ran on its CPU build, which says nothing about a Mac's GPU: compare learning "

@@ -44,9 +44,9 @@ def page_of(sessions: dict, frame: pl.DataFrame, stats: dict) -> str:
             **sessions
         ),
         "",
-        *_listed("Rejected lines", sessions["rejected"]),
+        *_listed("Rejected lines and warnings", sessions["rejected"]),
         *_listed("Turns removed", sessions["removed"]),
-        *_listed("Turns kept as context only", sessions["unsupervised"]),
+        *_listed("Assistant turns left unsupervised", sessions["unsupervised"]),
         "## Rows",
         "",
         "Lengths are tokens a row. Supervised are the assistant's text, its tool calls and the "

@@ -81,6 +81,9 @@ LEARNING = Section(
         "loss after": ("val_loss", 1),
         "accuracy before (%)": ("val_token_accuracy_before", 100),
         "accuracy after (%)": ("val_token_accuracy", 100),
+        "trained tokens (supervised)": ("trained_supervised_tokens", None),
+        "validation rows": ("val_rows", None),
+        "validation tokens": ("val_tokens", None),
     },
 )
 _ALL = SPEED.columns | TIME.columns | MEMORY.columns | LEARNING.columns
