@@ -178,6 +178,8 @@ def test_agreement_is_said_of_both_engines_on_one_problem_solved_alike():
     mlx = {"engine": "mlx", "backend": "mlx-16bit", "val_loss": 5.05}
     (note,) = said({"backend": "torch"}, mlx)
     assert note.startswith("Problem A, seed0: torch and mlx-16bit end 1% apart in loss")
+    (note,) = said({"backend": "torch"}, mlx | {"val_loss": 5.000001})
+    assert "end less than 0.001% apart" in note
     assert said({}, {"val_loss": 5.05}) == []
     for change in (
         {"bits": 4},

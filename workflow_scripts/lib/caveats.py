@@ -79,8 +79,9 @@ def agreements(rows: Sequence[dict]) -> list[str]:
         if len({row["engine"] for row in found}) > 1 and len(losses) > 1:
             names = " and ".join(dict.fromkeys(row["backend"] for row in found))
             apart = 100 * (max(losses) / min(losses) - 1)
+            share = "less than 0.001" if apart < 0.001 else f"{apart:.2g}"
             notes.append(
-                f"Problem {letter}, {found[0]['variant']}: {names} end {apart:.2g}% apart in loss, "
+                f"Problem {letter}, {found[0]['variant']}: {names} end {share}% apart in loss, "
                 "on the same rows, weights, start and recipe."
             )
     return notes
