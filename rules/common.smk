@@ -117,6 +117,14 @@ def settings_of_run(wildcards):
     }
 
 
+def limits_of_run(wildcards, resources):
+    """When the guard of a run saves and when it stops it, which changes no figure of the run.
+
+    Snakemake calls params that take resources derived, and reruns nothing when they change.
+    """
+    return {**study.memory, **run_of(wildcards).limits}
+
+
 def revision_of(model):
     return study.models[model]["revision"] if study.models[model]["source"] == "hub" else None
 

@@ -5,11 +5,15 @@ from typing import NamedTuple
 from rules.contract import ConfigError, check, in_key_order, nearest, with_defaults
 
 QUANTIZED_NAME = "{model}-{bits}bit"
+LIMITS = ("checkpoint_seconds", "timeout_seconds")
 ENGINE_DEVICES = {"torch": ["auto", "mps", "cuda", "cpu"], "mlx": ["auto", "metal", "cuda", "cpu"]}
 
 
 class Run(NamedTuple):
-    """One line of the grid with every setting it uses, and nothing that it does not use."""
+    """One line of the grid with every setting it uses, and nothing that it does not use.
+
+    `limits` are the training keys on which no result depends.
+    """
 
     backend: str
     engine: str
@@ -19,6 +23,7 @@ class Run(NamedTuple):
     context: int
     variant: str
     settings: dict
+    limits: dict
 
     @property
     def folder(self) -> str:
@@ -42,6 +47,7 @@ class Study(NamedTuple):
     sessions: dict
     split: dict
     examples: dict
+    memory: dict
     models: dict[str, dict]
     tokenizers: dict[str, str]  # tokenizer name -> model whose folder provides it
     runs: list[Run]
@@ -77,6 +83,11 @@ def load_study(config: dict, schema: dict) -> Study:
         _check_shape(name, model)
     for name, backend in config["backends"].items():
         _check_backend(name, backend)
+    if config["memory"]["mps_watermark"] == 0 and config["memory"]["limit_bytes"] is None:
+        raise ConfigError(
+            "memory.mps_watermark: 0 takes away PyTorch's own limit on a Mac's GPU, so it needs "
+            "memory.limit_bytes; set both, or neither"
+        )
     runs = [
         run
         for number, line in enumerate(config["runs"], start=1)
@@ -88,6 +99,7 @@ def load_study(config: dict, schema: dict) -> Study:
         sessions=config["sessions"],
         split=config["split"],
         examples=config["examples"],
+        memory=config["memory"],
         models=models,
         tokenizers=tokenizers,
         runs=runs,
@@ -108,7 +120,7 @@ def _runs_of_line(
     backend, model = backends[line["backend"]], models[line["model"]]
     identity = {"backend", "model", "context", "variant", "seeds"}
     overrides = {name: value for name, value in line.items() if name not in identity}
-    if overrides.keys() - {"seed"} and "variant" not in line:
+    if overrides.keys() - {"seed", *LIMITS} and "variant" not in line:
         raise ConfigError(
             f"{key}: overrides {', '.join(sorted(overrides))}, so it needs a variant: a short name "
             "for the folder of its results"
@@ -121,6 +133,7 @@ def _runs_of_line(
             f"{key}: micro_batch {settings['micro_batch']} does not divide effective_batch "
             f"{settings['effective_batch']}"
         )
+    limits = {name: settings.pop(name) for name in LIMITS}
     bits = backend["bits"]
     settings |= {
         "device": backend["device"],
@@ -147,6 +160,7 @@ def _runs_of_line(
                 context=line["context"],
                 variant=name,
                 settings=in_key_order({**settings, "seed": seed}),
+                limits=limits,
             )
         )
     return runs

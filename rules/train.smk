@@ -36,6 +36,7 @@ rule train_torch:
         training=1,
     params:
         run=settings_of_run,
+        limits=limits_of_run,
         state=state_of_run,
     script:
         "../workflow_scripts/train_torch.py"
@@ -60,6 +61,7 @@ rule train_mlx:
         training=1,
     params:
         run=settings_of_run,
+        limits=limits_of_run,
         state=state_of_run,
     script:
         "../workflow_scripts/train_mlx.py"

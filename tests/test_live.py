@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 
 import pytest
+from job_maker import Job
 from rich.console import Console
 
-from workflow_scripts.lib import guard, launch, live, watch
+from workflow_scripts.lib import child_output, launch, live, watch
 from workflow_scripts.lib.live import Planned, Progress
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +32,7 @@ from workflow_scripts.lib.recorder import progress
 
 settings = read_json(sys.argv[1])
 state, total = Path(settings["state_folder"]), settings["optimizer_steps"]
+write_json(state / "figures.json", {})
 print("12:00:00 a line \\x1b[31min red\\x1b[0m", flush=True)
 with measure.steps_file(state / "steps.jsonl") as file, progress(total) as show:
     for number in range(1, total + 1):
@@ -63,6 +65,7 @@ class Study:
         ]
         write(state / "memory.jsonl", lines(samples))
         if steps is not None:
+            write(state / "figures.json", "{}")
             write(state / "steps.jsonl", lines(step(n, seconds) for n in range(1, steps + 1)))
         return state
 
@@ -461,25 +464,11 @@ def test_ctrl_c_ends_watching_quietly(study, terminal):
     assert b"Traceback" not in shown.output
 
 
-PARENT = """
-import inspect, sys
-from workflow_scripts.lib import joblog
-from workflow_scripts.lib.launch import train_and_publish
-arguments = {name: f"out/{name}" for name in inspect.signature(train_and_publish).parameters}
-settings = {"engine_installed": True, "context": 128, "optimizer_steps": 8}
-arguments |= {"trainer": "fake_trainer", "settings": settings, "log_file": "job.log"}
-with joblog.to_file("job.log"):
-    train_and_publish(**{**arguments, "state_folder": sys.argv[1]})
-"""
-
-
 @pytest.fixture
 def job(study):
     """A folder with a job that trains SECOND for some seconds, without an engine."""
-    folder = study.folder.parents[1]
-    write(folder / "fake_trainer.py", TRAINER)
-    write(folder / "job.py", PARENT)
-    return "job.py", study.folder / "state" / SECOND
+    state = Path("results/made/state", SECOND)
+    return Job(study.folder.parents[1], TRAINER, state, settings={"engine": "mlx"})
 
 
 def check_log(folder):
@@ -490,9 +479,9 @@ def check_log(folder):
     assert re.search(said, log), log
 
 
-def test_a_terminal_gets_one_live_line_and_the_log_plain_ones(job, study, terminal):
-    folder = study.folder.parents[1]
-    shown = terminal(*job, folder=folder)
+def test_a_terminal_gets_one_live_line_and_the_log_plain_ones(job, terminal):
+    folder = job.folder
+    shown = terminal("job.py", folder=folder)
     shown.wait_for(rb"run 2 of 2  mlx-4bit tiny 128 seed0  step [3-7] of 8  loss")
     watched = run_watch("--once", folder=folder)
     assert re.search(r"mlx-4bit tiny 128 seed0 +training +[3-7]/30 ", watched.stdout)
@@ -504,20 +493,14 @@ def test_a_terminal_gets_one_live_line_and_the_log_plain_ones(job, study, termin
     check_log(folder)
 
 
-def test_without_a_terminal_the_same_is_said_in_plain_lines(job, study):
-    folder = study.folder.parents[1]
-    done = subprocess.run(
-        [sys.executable, *job],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"},
-        stderr=subprocess.PIPE,
-    )
-    assert done.returncode == 0
-    assert b"\x1b" not in done.stderr
-    assert b"run 2 of 2, step 1 of 8: loss 7.5000, " in done.stderr
-    check_log(folder)
+def test_without_a_terminal_the_same_is_said_in_plain_lines(job):
+    exit_code, said = job.run()
+    assert exit_code == 0
+    assert "\x1b" not in said
+    assert "run 2 of 2, step 1 of 8: loss 7.5000, " in said
+    check_log(job.folder)
 
 
 def test_lines_as_a_terminal_would_leave_them():
-    assert guard._plain("loading: 10%\rloading: 20%\rloaded\r\n") == "loaded"
-    assert guard._plain("\x1b[1;31mbad\x1b[0m\tand \x07loud\n") == "bad\tand loud"
+    assert child_output.plain("loading: 10%\rloading: 20%\rloaded\r\n") == "loaded"
+    assert child_output.plain("\x1b[1;31mbad\x1b[0m\tand \x07loud\n") == "bad\tand loud"

@@ -10,10 +10,12 @@ if __name__ == "__main__" and "snakemake" in globals():
         train_and_publish(
             TRAINER,
             settings=snakemake.params.run,
+            limits=snakemake.params.limits,
             model_folder=snakemake.input.model,
             initial_adapter=snakemake.input.initial_adapter,
             train_file=snakemake.input.train,
             val_file=snakemake.input.val,
+            code=snakemake.input.code,
             state_folder=snakemake.params.state,
             row_file=snakemake.output.row,
             steps_file=snakemake.output.steps,

@@ -21,8 +21,10 @@ STEP_FIELDS = (
     "supervised_tokens",
     "padded_tokens",
     "device_bytes",
+    "new_shape",
+    "flops",
 )
-MEMORY_FIELDS = ("seconds", "process_bytes", "available_bytes", "swap_used_bytes")
+MEMORY_FIELDS = ("seconds", "process_bytes", "available_bytes", "swap_used_bytes", "device_bytes")
 CHOICES = (
     "tokenizer_sha256",
     "strategy",

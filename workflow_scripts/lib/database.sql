@@ -64,9 +64,10 @@ CREATE TABLE runs (                  -- one row per training run, as in summary.
   gradient_checkpointing INTEGER,    -- 0 or 1
   loader TEXT,
   status TEXT NOT NULL,
-  reason TEXT,
+  reason TEXT,                       -- of a status other than ok, with what to try
+  log_end TEXT,                      -- the last lines of the log, where it was cut off
   last_step INTEGER,
-  resumed INTEGER,
+  resumed INTEGER,                   -- how often it went on from a checkpoint
   optimizer_steps INTEGER,
   skipped_steps INTEGER,             -- optimizer steps whose float16 gradient overflowed
   distinct_shapes INTEGER,
@@ -124,6 +125,8 @@ CREATE TABLE steps (                 -- one row per optimizer step
   supervised_tokens INTEGER,
   padded_tokens INTEGER,
   device_bytes INTEGER,
+  new_shape INTEGER,                 -- 0 or 1: compiled for; rates leave these steps out
+  flops REAL,                        -- arithmetic of the step
   PRIMARY KEY (run, step)
 ) WITHOUT ROWID;
 
@@ -139,10 +142,11 @@ CREATE TABLE evaluations (           -- validation, every row once, weighted by 
 
 CREATE TABLE memory_samples (        -- one row about every second of a run
   run INTEGER NOT NULL REFERENCES runs (run),
-  seconds REAL NOT NULL,             -- since the training process began
-  process_bytes INTEGER,
+  seconds REAL NOT NULL,             -- of the training's processes so far, all attempts together
+  process_bytes INTEGER,             -- of all processes of the training
   available_bytes INTEGER,           -- of the machine
   swap_used_bytes INTEGER,
+  device_bytes INTEGER,              -- as the engine reports them; NULL where it keeps no counter
   PRIMARY KEY (run, seconds)
 ) WITHOUT ROWID;
 

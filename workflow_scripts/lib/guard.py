@@ -1,4 +1,4 @@
-"""A parent around each training child: its environment, its log, its memory, its end.
+"""A parent around each training child: its environment, its limits, its memory, its end.
 
 Python catches neither a Metal abort nor the kernel's killer, so a training lives in a child process
 and its parent says how it ended.
@@ -6,27 +6,31 @@ and its parent says how it ended.
 
 import json
 import os
-import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-from workflow_scripts.lib import live
+from workflow_scripts.lib import endings, meters
+from workflow_scripts.lib.child_output import OutputCopy, make_echo
+from workflow_scripts.lib.limits import NO_LIMITS, Limits, Stop, Watch
+from workflow_scripts.lib.live import last_objects, read_object
 
-PARENT_GONE = 75  # EX_TEMPFAIL: nothing is lost, a rerun goes on
 PARENT_WATCHED = "FINETUNE_PARENT"
 SECONDS_BETWEEN_SAMPLES = 1.0
-LINES_KEPT = 25
-CONTROL_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0a-\x1f\x7f-\x9f]")
+GRACE_SECONDS = 20.0  # from asking a child to stop until it is killed
+DEVICE_FILE = "device.json"  # a child's own counters, beside its memory samples
+HIGH_WATERMARK = "PYTORCH_MPS_HIGH_WATERMARK_RATIO"
+LOW_WATERMARK = "PYTORCH_MPS_LOW_WATERMARK_RATIO"
+TORCH_LOW_WATERMARK = 1.4  # torch's default, which refuses a high one below it
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -38,22 +42,36 @@ THREAD_VARIABLES = (
 
 
 class Ending(NamedTuple):
-    """How a child ended: its exit code (negative: a signal), the last lines it said, its peak."""
+    """How a child ended: its exit code (negative: a signal), the last lines it said, why the guard
+    stopped it if it did, and what the meters say.
+    """
 
     exit_code: int
     last_lines: list[str]
+    stop: Stop | None
+    evidence: endings.Evidence
     peak_process_bytes: int
     swap_growth_bytes: int
     wall_seconds: float
 
 
-def child_environment(environment: dict[str, str], threads: int) -> dict[str, str]:
+def child_environment(
+    environment: dict[str, str],
+    threads: int,
+    mps_watermark: float | None = None,
+    limited: bool = False,
+) -> dict[str, str]:
     """The environment of a training child, complete before it imports torch or mlx.
 
     Snakemake sets the thread counts to the job's threads, 1 under `--cores 1`; a training has the
     machine to itself and takes all cores. Models are local by now, so the hub is off.
+
+    `mps_watermark` is how many times the recommended memory torch may take on a Mac's GPU; without
+    one, torch's own limits stay as they are. 0 takes them away, which freezes a Mac that runs out
+    of memory: that needs a limit of the guard's own (`limited`). Raises ValueError for 0 without
+    one; a 0 that the user's environment brings is left out then.
     """
-    return {
+    child = {
         **environment,
         **dict.fromkeys(THREAD_VARIABLES, str(threads)),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve whatever else runs, and each other
@@ -64,6 +82,16 @@ def child_environment(environment: dict[str, str], threads: int) -> dict[str, st
         "TOKENIZERS_PARALLELISM": "false",
         PARENT_WATCHED: "1",
     }
+    if mps_watermark is not None:
+        child[HIGH_WATERMARK] = str(float(mps_watermark))
+        child.pop(LOW_WATERMARK, None)
+        if 0 < mps_watermark < TORCH_LOW_WATERMARK:
+            child[LOW_WATERMARK] = child[HIGH_WATERMARK]
+    if not limited and _is_zero(child.get(HIGH_WATERMARK)):
+        if mps_watermark is not None:
+            raise ValueError("memory.mps_watermark: 0 needs memory.limit_bytes; set both")
+        del child[HIGH_WATERMARK]
+    return child
 
 
 def run_child(
@@ -71,198 +99,214 @@ def run_child(
     environment: dict[str, str],
     log_file: str | Path,
     memory_file: str | Path,
+    limits: Limits = NO_LIMITS,
     live_line: Callable[[int], str] | None = None,
+    inherited: tuple[int, ...] = (),
 ) -> Ending:
-    """Run a training child to its end: its output into the log, memory samples into a file.
+    """Run a training child to its end: its output into the log, a memory sample a second into a
+    file, which goes on where an earlier attempt of the same run left it.
 
     What goes into the log is also shown on our own stderr. If that is a terminal, `live_line`,
     given a number of columns, says in one line how far the training is; it stays below the others.
 
-    The child gets a pipe as standard input that nobody writes to: when this process dies, it sees
-    the end of file and stops. When Snakemake dies (even by SIGKILL), this process ends the child.
+    The child inherits the descriptors `inherited` (of locks), and gets a pipe as standard input
+    that nobody writes to: when this process dies, it sees the end of file and stops. At a limit,
+    on Ctrl-C or SIGTERM, and when Snakemake dies (even by SIGKILL), this process asks the child to
+    stop, and kills it if it does not in GRACE_SECONDS; its whole process tree is dead at the end.
 
-    Raises SystemExit when Snakemake is gone, KeyboardInterrupt on Ctrl-C; the child's whole process
-    group is dead by then.
+    Raises SystemExit when Snakemake is gone or on SIGTERM, KeyboardInterrupt on Ctrl-C.
     """
-    started = time.monotonic()
-    child = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C reaches us alone; one kill ends the whole tree
-    )
-    lines: deque[str] = deque(maxlen=LINES_KEPT)
-    echo = LiveEcho(live_line) if live_line and _on_terminal() else Echo()
-    copying = (child, log_file, lines, echo)
-    reader = threading.Thread(target=_copy_lines, args=copying, daemon=True)
-    reader.start()
-    orchestrators = _orchestrators()
-    samples = MemorySamples(child.pid)
-    try:
-        with echo, open(memory_file, "w", encoding="utf-8") as file:
-            while child.poll() is None:
-                file.write(json.dumps(samples.take(time.monotonic() - started)) + "\n")
-                file.flush()
-                if any(map(_is_dead, orchestrators)):
-                    raise SystemExit("Snakemake is gone; the training was stopped")
-                try:
-                    child.wait(SECONDS_BETWEEN_SAMPLES)
-                except subprocess.TimeoutExpired:
-                    echo.refresh()
-    finally:
-        _end_group(child)
-    reader.join(timeout=5)
+    kills_before = meters.kernel_oom_kills()
+    samples = Samples(memory_file)
+    watch = Watch(limits, samples.swap_before)
+    leave_with_snakemake = orphan_check()
+    stop: Stop | None = None
+    with _terminated_by_exception():
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches us alone
+            pass_fds=inherited,
+        )
+        tree = meters.ProcessTree(child.pid)
+        try:
+            meters.prefer_as_victim(child.pid)
+            echo = make_echo(live_line)
+            output = OutputCopy(child.stdout, log_file, echo, endings.survived_failure)
+            with keep_awake(child.pid), echo, open(memory_file, "a", encoding="utf-8") as file:
+                while child.poll() is None and stop is None:
+                    sample = samples.take(tree)
+                    with suppress(OSError):  # a full disk, which the watch sees too
+                        file.write(json.dumps(sample) + "\n")
+                        file.flush()
+                    stop = _failure(output) or watch.check(
+                        samples.seconds,
+                        sample["process_bytes"],
+                        sample["swap_used_bytes"],
+                        shutil.disk_usage(Path(memory_file).parent).free,
+                    )
+                    leave_with_snakemake()
+                    if stop is None:
+                        echo.refresh()
+                        _wait(child, SECONDS_BETWEEN_SAMPLES)
+                if stop:
+                    _ask_to_stop(child)
+        except BaseException:
+            _ask_to_stop(child)
+            raise
+        finally:
+            _end_tree(child, tree)
+    output.finish()
+    kills = meters.kernel_oom_kills()
     return Ending(
         child.returncode,
-        list(lines),
+        list(output.last_lines),
+        _failure(output) or (stop if child.returncode != 0 else None),
+        endings.Evidence(
+            oom_kills=None if kills is None else kills - (kills_before or 0),
+            available_bytes=samples.least_available_bytes,
+            total_bytes=meters.total_bytes(),
+            process_bytes=samples.peak_process_bytes,
+        ),
         samples.peak_process_bytes,
         samples.swap_growth_bytes,
-        time.monotonic() - started,
+        samples.seconds_before + samples.seconds,
     )
 
 
-class MemorySamples:
-    """Memory of a child's process tree and of the machine, one sample at a time."""
+class Samples:
+    """Memory of a child's process tree and of the machine, and the child's own counters of its
+    device, one sample at a time. Peaks and times go on from the last sample of an earlier attempt.
+    """
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.swap_before = psutil.swap_memory().used
-        self.peak_process_bytes = 0
-        self.swap_growth_bytes = 0
+    def __init__(self, memory_file: str | Path) -> None:
+        earlier = next(reversed(last_objects(memory_file)), {})
+        self.device_file = Path(memory_file).with_name(DEVICE_FILE)
+        self.seconds_before = earlier.get("seconds", 0.0)
+        self.peak_process_bytes = earlier.get("peak_process_bytes", 0)
+        self.swap_growth_bytes = earlier.get("swap_growth_bytes", 0)
+        self.swap_before = meters.swap_used_bytes()
+        self.available: list[int] = []
+        self._started = time.monotonic()
 
-    def take(self, seconds: float) -> dict:
-        """One sample: resident bytes of the tree, now and at most so far, what the machine has
-        left, used swap.
+    @property
+    def seconds(self) -> float:
+        """Since this attempt began."""
+        return time.monotonic() - self._started
+
+    @property
+    def least_available_bytes(self) -> int:
+        """What the machine could still give, at its least in the last samples."""
+        return min(self.available, default=meters.total_bytes())
+
+    def take(self, tree: meters.ProcessTree) -> dict:
+        """One sample: bytes of the tree, now and at most so far, what the machine has left, used
+        swap, now and at most above the start, and what the child reports of its device.
         """
-        process_bytes = _tree_bytes(self.pid)
-        swap_bytes = psutil.swap_memory().used
+        process_bytes = tree.footprint()
+        swap_bytes = meters.swap_used_bytes()
+        self.available = [*self.available[-2:], meters.available_bytes()]
         self.peak_process_bytes = max(self.peak_process_bytes, process_bytes)
         self.swap_growth_bytes = max(self.swap_growth_bytes, swap_bytes - self.swap_before)
         return {
-            "seconds": round(seconds, 3),
+            "seconds": round(self.seconds_before + self.seconds, 3),
             "process_bytes": process_bytes,
             "peak_process_bytes": self.peak_process_bytes,
-            "available_bytes": psutil.virtual_memory().available,
+            "available_bytes": self.available[-1],
             "swap_used_bytes": swap_bytes,
+            "swap_growth_bytes": self.swap_growth_bytes,
+            **read_object(self.device_file),
         }
 
 
-def end_with_parent() -> None:
-    """In the child: exit as soon as the parent is gone, so that no orphan trains on beside a rerun.
+@contextmanager
+def keep_awake(pid: int) -> Iterator[None]:
+    """Keep a Mac awake and its GPU at full clocks while a process lives.
 
-    Does nothing for a trainer that a person started, whose standard input is not ours.
+    `caffeinate -w` ends with that process, so none stays behind even when we are killed.
     """
-    if os.environ.get(PARENT_WATCHED) != "1":
+    command = keep_awake_command(sys.platform, pid)
+    if command is None or not shutil.which(command[0]):
+        yield
+        return
+    quiet = subprocess.DEVNULL
+    caffeinate = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+    try:
+        yield
+    finally:
+        caffeinate.terminate()
+        caffeinate.wait()
+
+
+def keep_awake_command(platform_name: str, pid: int) -> list[str] | None:
+    """Return the command that keeps a machine awake as long as `pid` lives, None where none is
+    needed: only macOS slows down what runs behind a closed lid or a hidden window.
+    """
+    return ["caffeinate", "-dimsu", "-w", str(pid)] if platform_name == "darwin" else None
+
+
+def orphan_check() -> Callable[[], None]:
+    """Return a function that raises SystemExit once a Snakemake that started us is gone.
+
+    A shell or a terminal may go without ending the study.
+    """
+    orchestrators = [each for each in psutil.Process().parents() if _is_snakemake(each)]
+
+    def check() -> None:
+        if any(map(_is_dead, orchestrators)):
+            raise SystemExit("Snakemake is gone, so the training was stopped")
+
+    return check
+
+
+def _failure(output: OutputCopy) -> Stop | None:
+    return endings.failure_stop(output.failure) if output.failure else None
+
+
+@contextmanager
+def _terminated_by_exception() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block by SystemExit, so that the child can save its work."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
         return
 
-    def wait_for_end_of_file() -> None:
-        while os.read(0, 4096):  # not sys.stdin, whose lock would stall the interpreter's end
-            pass
-        os._exit(PARENT_GONE)
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
 
-    threading.Thread(target=wait_for_end_of_file, daemon=True, name="parent-watch").start()
-
-
-class Echo:
-    """What a person sees of a child: the lines that it says, on our own stderr."""
-
-    def __enter__(self) -> "Echo":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        """Show one line of the child's."""
-        print(line, file=sys.__stderr__, flush=True)
-
-    def refresh(self) -> None:
-        """Show what has changed since the last call."""
-
-
-class LiveEcho(Echo):
-    """On a terminal: a live line instead of the child's lines on single steps, below the others.
-
-    A terminal may go away while the training goes on, so that it cannot be written is no error.
-    """
-
-    def __init__(self, line: Callable[[int], str]) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self.line = line
-        self.console = Console(file=sys.__stderr__)
-        self.live = Live(
-            console=self.console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,  # it is the job's log
-            redirect_stderr=False,
-        )
-
-    def __enter__(self) -> "LiveEcho":
-        with suppress(OSError):
-            self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            self.live.stop()
-
-    def say(self, line: str) -> None:
-        if not live.is_step_line(line):
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def refresh(self) -> None:
-        from rich.text import Text
-
-        with suppress(OSError):
-            line = Text(self.line(self.console.width), no_wrap=True, overflow="ellipsis")
-            self.live.update(line, refresh=True)
-
-
-def _on_terminal() -> bool:
-    terminal = sys.__stderr__ is not None and sys.__stderr__.isatty()
-    return terminal and os.environ.get("TERM") not in (None, "dumb", "unknown")
-
-
-def _copy_lines(
-    child: subprocess.Popen, log_file: str | Path, lines: deque[str], echo: Echo
-) -> None:
-    """Copy what the child says to the log and to who watches, as plain lines."""
-    with open(log_file, "a", encoding="utf-8", buffering=1) as log:
-        for raw in child.stdout:
-            line = _plain(raw.decode("utf-8", errors="replace"))
-            lines.append(line)
-            log.write(line + "\n")
-            with suppress(OSError):
-                echo.say(line)
-
-
-def _plain(line: str) -> str:
-    """A line as a terminal would leave it: what a carriage return overwrites, and codes, gone."""
-    return CONTROL_CODES.sub("", line.rstrip().rpartition("\r")[2])
-
-
-def _tree_bytes(pid: int) -> int:
-    total = 0
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, leave)
     try:
-        root = psutil.Process(pid)
-        for process in [root, *root.children(recursive=True)]:
-            try:
-                total += process.memory_info().rss
-            except psutil.Error:
-                continue
-    except psutil.Error:
-        pass
-    return total
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _orchestrators() -> list[psutil.Process]:
-    """Our ancestors that are Snakemake; a shell or a terminal may go without ending the study."""
-    return [each for each in psutil.Process().parents() if _is_snakemake(each)]
+def _wait(child: subprocess.Popen, seconds: float) -> None:
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(seconds)
+
+
+def _ask_to_stop(child: subprocess.Popen) -> None:
+    """Ask the child to save its work and end, and give it time to; Ctrl-C cuts that short."""
+    with suppress(ProcessLookupError):
+        child.terminate()
+    with suppress(KeyboardInterrupt):
+        _wait(child, GRACE_SECONDS)
+
+
+def _end_tree(child: subprocess.Popen, tree: meters.ProcessTree) -> None:
+    """Kill what is left of the child, its process group and all that it started."""
+    tree.list()
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    tree.kill()
+    child.wait()
 
 
 def _is_snakemake(process: psutil.Process) -> bool:
@@ -279,8 +323,8 @@ def _is_dead(process: psutil.Process) -> bool:
         return True
 
 
-def _end_group(child: subprocess.Popen) -> None:
-    """Kill what is left of the child's process group."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+def _is_zero(ratio: str | None) -> bool:
+    try:
+        return ratio is not None and float(ratio) == 0
+    except ValueError:
+        return False

@@ -5,7 +5,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -14,6 +14,14 @@ SECONDS_BETWEEN_LINES = 5.0
 def say(text: str) -> None:
     """Print one line with the local time, at once."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def announce(text: str) -> None:
+    """Say a line in the log, and to the person at the terminal."""
+    say(text)
+    if sys.stdout is not sys.__stdout__ and sys.__stderr__ is not None:
+        with suppress(OSError):
+            print(text, file=sys.__stderr__, flush=True)
 
 
 @contextmanager

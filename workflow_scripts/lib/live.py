@@ -90,7 +90,7 @@ def read_run(study: str | Path, run: str, planned: Planned) -> Progress:
     state, published = Path(study, "state", run), Path(study, "runs", run)
     alive = _is_alive(state)
     row_file = published / "row.json"  # read after that: a run that just ended has its row now
-    row = _read_object(row_file) if written(row_file) >= planned.since else {}
+    row = read_object(row_file) if written(row_file) >= planned.since else {}
     if isinstance(row.get("status"), str):
         return _finished(run, row, published / "steps.jsonl", planned.total)
     return _unfinished(run, state, planned.total, alive)
@@ -193,17 +193,38 @@ def written(path: Path) -> float:
         return 0.0
 
 
+def last_objects(path: str | Path) -> list[dict]:
+    """The objects of the whole lines at the end of a JSONL file; none where there is no file."""
+    try:
+        with open(path, "rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+            file.seek(start)
+            lines = file.read(TAIL_BYTES).split(b"\n")
+    except OSError:
+        return []
+    return list(_objects(lines[1 if start else 0 : -1]))  # both ends may be half a line
+
+
+def read_object(path: str | Path) -> dict:
+    """The object in a JSON file; empty where there is none, or no file."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def _on_device(count: int | None) -> str:
     return f"{size(count)} on the device" if count else ""
 
 
 def _unfinished(run: str, state: Path, total: int | None, alive: bool) -> Progress:
-    settings = _read_object(state / "settings.json")
+    settings = read_object(state / "settings.json")
     total = total or settings.get("optimizer_steps")
     if not alive and (not settings or (state / "result.json").exists()):
         return Progress(run, "waiting", total=total)  # nothing there, or left by a run to be redone
     steps = _last_steps(state / "steps.jsonl")
-    memory = next(reversed(_last_objects(state / "memory.jsonl")), {})
+    memory = next(reversed(last_objects(state / "memory.jsonl")), {})
     last = steps[-1] if steps else {}
     now = Progress(
         run,
@@ -235,7 +256,7 @@ def _phase(state: Path, step: int, total: int | None) -> str:
     """What a training does now, told by the files that it has written so far."""
     if (state / "result.json").exists():
         return "finishing"
-    if not (state / "steps.jsonl").exists():
+    if not (state / "figures.json").exists():
         return "preparing"
     return "training" if step and step != total else "validating"
 
@@ -285,7 +306,7 @@ def _grid(study: Path) -> dict[str, Planned]:
     started = written(file)
     return {
         each["run"]: Planned(each.get("optimizer_steps"), started if each.get("to_train") else 0.0)
-        for each in _read_object(file).get("runs", [])
+        for each in read_object(file).get("runs", [])
     }
 
 
@@ -309,19 +330,7 @@ def _settled(steps: list[dict]) -> list[dict]:
 
 
 def _last_steps(path: Path) -> list[dict]:
-    return [step for step in _last_objects(path) if step.keys() >= STEP_KEYS][-RECENT_STEPS:]
-
-
-def _last_objects(path: Path) -> list[dict]:
-    """The objects of the whole lines at the end of a JSONL file; none where there is no file."""
-    try:
-        with open(path, "rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
-            file.seek(start)
-            lines = file.read(TAIL_BYTES).split(b"\n")
-    except OSError:
-        return []
-    return list(_objects(lines[1 if start else 0 : -1]))  # both ends may be half a line
+    return [step for step in last_objects(path) if step.keys() >= STEP_KEYS][-RECENT_STEPS:]
 
 
 def _objects(lines: Iterable[bytes]) -> Iterator[dict]:
@@ -332,12 +341,3 @@ def _objects(lines: Iterable[bytes]) -> Iterator[dict]:
             continue
         if isinstance(value, dict):
             yield value
-
-
-def _read_object(path: Path) -> dict:
-    """The object in a JSON file; empty where there is none, or no file."""
-    try:
-        value = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -5,18 +5,18 @@ import json
 import platform
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
 
+from workflow_scripts.lib.jsonl import atomic_writer
+
 
 class Step(NamedTuple):
-    """One optimizer step as `steps.jsonl` has it, and what is not written: whether an engine saw a
-    shape for the first time in it, and how much arithmetic it was.
-    """
+    """One optimizer step as `steps.jsonl` has it."""
 
     step: int  # 1-based
     loss: float
@@ -28,8 +28,8 @@ class Step(NamedTuple):
     supervised_tokens: int
     padded_tokens: int
     device_bytes: int | None
-    new_shape: bool = False
-    flops: float = 0.0
+    new_shape: bool = False  # the process saw a shape for the first time, and compiled
+    flops: float = 0.0  # arithmetic of the step
 
 
 class StepClock:
@@ -96,18 +96,34 @@ def summarize_steps(steps: Sequence[Step], micro_batches: int, sequences: int) -
 
 
 @contextmanager
-def steps_file(path: str | Path) -> Iterator[IO[str]]:
-    """Open `steps.jsonl` anew, line-buffered: what was written survives a kill of the process."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8", newline="\n", buffering=1) as file:
+def steps_file(path: str | Path, kept: Sequence[Step] = ()) -> Iterator[IO[str]]:
+    """Open `steps.jsonl` with the steps to keep and no others, line-buffered: what was written
+    survives a kill of the process.
+    """
+    with atomic_writer(path) as file:
+        for step in kept:
+            write_step(file, step)
+    with open(path, "a", encoding="utf-8", newline="\n", buffering=1) as file:
         yield file
 
 
 def write_step(file: IO[str], step: Step) -> None:
-    """Append one step as one flushed line."""
-    values = step._asdict()
-    del values["new_shape"], values["flops"]
-    file.write(json.dumps(values, separators=(",", ":"), allow_nan=False) + "\n")
+    """Append one step as one line."""
+    file.write(json.dumps(step._asdict(), separators=(",", ":"), allow_nan=False) + "\n")
+
+
+def read_steps(path: str | Path) -> list[Step]:
+    """Return the steps of a file up to the first line that is not the next one: a crash may have
+    torn the last. No file has no steps.
+    """
+    steps: list[Step] = []
+    with suppress(OSError, ValueError, TypeError), open(path, encoding="utf-8") as file:
+        for line in file:
+            step = Step(**json.loads(line))
+            if step.step != len(steps) + 1:
+                break
+            steps.append(step)
+    return steps
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
@@ -137,6 +153,20 @@ def model_sha256(folder: str | Path) -> str:
     if not weights:
         raise ValueError(f"{folder}: no *.safetensors, expected a Hugging Face model folder")
     return sha256_of([folder / "config.json", *weights])
+
+
+def fingerprints(
+    model_folder: str | Path,
+    initial_adapter: str | Path,
+    train_file: str | Path,
+    val_file: str | Path,
+) -> dict[str, str]:
+    """Return what tells a run's inputs from others, as the fields of its row."""
+    return {
+        "examples_sha256": sha256_of([train_file, val_file]),
+        "model_sha256": model_sha256(model_folder),
+        "initial_adapter_sha256": sha256_of([initial_adapter]),
+    }
 
 
 class Memory(NamedTuple):

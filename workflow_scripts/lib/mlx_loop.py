@@ -1,9 +1,13 @@
 """The training loop in MLX: a compiled micro-step, then one checked update per optimizer step."""
 
 import math
+from collections.abc import Mapping
+
+import numpy as np
 
 from workflow_scripts.lib import measure, precision, recipe
 from workflow_scripts.lib.batches import Plan
+from workflow_scripts.lib.checkpoints import Tensors
 from workflow_scripts.lib.mlx_loss import batch_loss, to_device
 from workflow_scripts.lib.recorder import Recorder
 
@@ -36,18 +40,42 @@ def micro_step(model):
     return step
 
 
-def train(model, settings: dict, dtype: str, plan: Plan, recorder: Recorder) -> None:
-    """Carry out the plan, each optimizer step into `recorder`."""
+def train(
+    model,
+    settings: dict,
+    dtype: str,
+    plan: Plan,
+    recorder: Recorder,
+    start: Tensors | None = None,
+) -> None:
+    """Carry out the plan, each optimizer step into `recorder`.
+
+    `start` is the checkpoint to go on from; the recorder then has the steps made before, and the
+    plan those that are left.
+    """
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_map
 
     update = recipe.optimizer("mlx", settings["recipe"])
-    parameters = model.trainable_parameters()
     adam = make_optimizer(update, settings)
-    adam.init(parameters)
+    scale = precision.LossScale.for_dtype(dtype)
+    if start:
+        model.update(to_tree(start["adapter"]))
+        adam.state = to_tree(start["optimizer"])
+        scale.restore(start["loss_scale"])
+        high, low = start["random"]["key"].tolist()
+        mx.random.seed(high << 32 | low)  # the only way in: a seed becomes the key's two halves
+    else:
+        adam.init(model.trainable_parameters())
+    recorder.snapshot = lambda: {
+        "adapter": to_host(model.trainable_parameters()),
+        "optimizer": to_host(adam.state),
+        "loss_scale": scale.as_arrays(),
+        "random": {"key": np.array(mx.random.state[0])},
+    }
+    parameters = model.trainable_parameters()
     zeros = tree_map(mx.zeros_like, parameters)
     add = micro_step(model)
-    scale = precision.LossScale.for_dtype(dtype)
     clock = measure.StepClock(mx.synchronize)
     model.train()
 
@@ -57,12 +85,13 @@ def train(model, settings: dict, dtype: str, plan: Plan, recorder: Recorder) -> 
         squares = [g.square().sum() for _, g in tree_flatten(gradients)]
         return gradients, mx.sqrt(mx.stack(squares).sum())
 
-    for number, rows in enumerate(plan.order, start=1):
+    for number, rows in enumerate(plan.order, start=len(recorder.steps) + 1):
         clock.start()
         micro_batches = [plan.batch(part) for part in rows]
         tokens = sum(batch.supervised for batch in micro_batches)
         sums = (mx.array(0.0), mx.array(0.0), zeros)
         for batch in micro_batches:
+            recorder.raise_if_stopped()
             sums = add(parameters, sums, mx.array(scale.value), *to_device(batch))
             mx.async_eval(sums)  # one after the other: all at once would keep all activations
         gradients, norm = average(sums[2], mx.array(tokens * scale.value))
@@ -89,6 +118,21 @@ def train(model, settings: dict, dtype: str, plan: Plan, recorder: Recorder) -> 
         recorder.record(
             loss, correct, rate, norm, clock.stop(), micro_batches, mx.get_active_memory()
         )
+
+
+def to_host(tree) -> dict[str, np.ndarray]:
+    """Copy a tree of arrays to the host, as dotted name -> array."""
+    from mlx.utils import tree_flatten
+
+    return {name: np.array(value) for name, value in tree_flatten(tree)}
+
+
+def to_tree(arrays: Mapping[str, np.ndarray]):
+    """Return the tree that `to_host` flattened."""
+    import mlx.core as mx
+    from mlx.utils import tree_unflatten
+
+    return tree_unflatten([(name, mx.array(array)) for name, array in arrays.items()])
 
 
 def make_optimizer(update: recipe.Optimizer, settings: dict):

@@ -58,7 +58,7 @@ def load(settings: dict, config: dict) -> Engine:
         matmul_peak_flops=peak_flops,
         load_peak_bytes=load_peak,
         evaluate=lambda rows: evaluate(model, rows),
-        train=lambda plan, recorder: train(model, settings, dtype, plan, recorder),
+        train=lambda plan, recorder, start: train(model, settings, dtype, plan, recorder, start),
         save=lambda folder: save(model, settings, folder),
         memory=measure.mlx_memory,
     )

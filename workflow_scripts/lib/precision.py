@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 # What may run where, the first being preferred by `auto`. float16 on PyTorch's CPU and 16 bit on
 # MLX's CPU build work but are several times slower than float32 there.
 TORCH_DTYPES = {
@@ -107,3 +109,11 @@ class LossScale:
             if self.clean >= self.patience:
                 self.value, self.clean = min(self.value * 2.0, 65536.0), 0
         return False
+
+    def as_arrays(self) -> dict[str, np.ndarray]:
+        """Return what `restore` takes, for a checkpoint."""
+        return {"value": np.array(self.value), "clean": np.array(self.clean)}
+
+    def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Go on from a checkpoint."""
+        self.value, self.clean = float(arrays["value"]), int(arrays["clean"])

@@ -13,6 +13,7 @@ import psutil
 
 from workflow_scripts.lib import live, measure
 from workflow_scripts.lib.batches import Batch
+from workflow_scripts.lib.checkpoints import Tensors
 from workflow_scripts.lib.joblog import say
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -24,13 +25,22 @@ class DivergedError(ArithmeticError):
 
 @dataclass
 class Recorder:
-    """Takes in each optimizer step as it happens: file, progress, and the figures of the end."""
+    """Takes in each optimizer step as it happens: file, progress, and the figures of the end.
+
+    A training that goes on where another was cut off begins with that one's `steps`; `shapes` are
+    those of this process, `all_shapes` of both. Engines call `raise_if_stopped` before each
+    micro-batch, and set `snapshot` to the function that reads their state for a checkpoint.
+    """
 
     file: IO[str]
     flops: Callable[[Batch], float] = lambda batch: 0.0  # arithmetic of one micro-batch
     steps: list[measure.Step] = field(default_factory=list)
     shapes: set[tuple[int, ...]] = field(default_factory=set)
+    all_shapes: set[tuple[int, ...]] = field(default_factory=set)
     show: Callable[[measure.Step], None] = lambda step: None
+    raise_if_stopped: Callable[[], None] = lambda: None
+    snapshot: Callable[[], Tensors] | None = None
+    after_step: Callable[[], None] = lambda: None
 
     def check(self, loss: float, grad_norm: float) -> None:
         """Raise DivergedError unless both are finite; engines call it before they update."""
@@ -70,9 +80,11 @@ class Recorder:
             flops=sum(map(self.flops, micro_batches)),
         )
         self.shapes |= shapes
+        self.all_shapes |= shapes
         self.steps.append(step)
         measure.write_step(self.file, step)
         self.show(step)
+        self.after_step()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ IDENTITY = (
     "study backend engine device dtype bits group_size model revision tokenizer context variant "
     "recipe loop seed learning_rate micro_batch effective_batch gradient_checkpointing loader"
 )
-ENDING = "status reason last_step resumed"
+ENDING = "status reason log_end last_step resumed"
 TIMES = (
     "optimizer_steps skipped_steps distinct_shapes compile_seconds train_seconds "
     "evaluation_seconds wall_seconds started_at"

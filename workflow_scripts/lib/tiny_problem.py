@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from workflow_scripts.lib import initial_adapter, tiny_model
+from workflow_scripts.lib import initial_adapter, measure, tiny_model
 from workflow_scripts.lib.batches import IGNORED
 
 VOCABULARY = 320
@@ -63,6 +63,7 @@ def settings(folder: Path, model: Path, engine: str, name: str = "run", **change
             write_rows(folder / f"{split}.jsonl", make_rows(count, seed))
     adapter = folder / f"{model.name}-start.safetensors"
     initial_adapter.write(adapter, start(model))
+    train_file, val_file = folder / "train.jsonl", folder / "val.jsonl"
     return {
         "study": "parity",
         "backend": engine,
@@ -71,8 +72,8 @@ def settings(folder: Path, model: Path, engine: str, name: str = "run", **change
         "context": CONTEXT,
         "variant": "seed0",
         "model_folder": str(model),
-        "train_file": str(folder / "train.jsonl"),
-        "val_file": str(folder / "val.jsonl"),
+        "train_file": str(train_file),
+        "val_file": str(val_file),
         "initial_adapter": str(adapter),
         "state_folder": str(folder / f"{engine}-{name}"),
         "device": "cpu",
@@ -94,6 +95,10 @@ def settings(folder: Path, model: Path, engine: str, name: str = "run", **change
         "seed": 0,
         "gradient_checkpointing": False,
         "head_chunk": 32,
+        "fingerprints": measure.fingerprints(model, adapter, train_file, val_file),
+        "identity": {},
+        "checkpoint_seconds": None,
+        "resume": None,
         **changes,
     }
 

@@ -57,7 +57,9 @@ def load(settings: dict, config: dict) -> Engine:
         matmul_peak_flops=peak_flops,
         load_peak_bytes=load_peak,
         evaluate=lambda rows: evaluate(model, device, rows),
-        train=lambda plan, recorder: train(model, settings, device, dtype, memory, plan, recorder),
+        train=lambda plan, recorder, start: train(
+            model, settings, device, dtype, memory, plan, recorder, start
+        ),
         save=lambda folder: model.save_pretrained(str(folder), save_embedding_layers=False),
         memory=memory.sample,
     )

@@ -2,10 +2,13 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+import numpy as np
 
 from workflow_scripts.lib import measure, precision, recipe
 from workflow_scripts.lib.batches import IGNORED, Batch, Plan
+from workflow_scripts.lib.checkpoints import Tensors
 from workflow_scripts.lib.recorder import Recorder
 from workflow_scripts.lib.torch_loss import batch_loss, to_device
 
@@ -59,13 +62,19 @@ def trainer_class():
         loss_is_scaled_for_ga = True
         scale = None  # precision.LossScale
         clock = None  # measure.StepClock
+        raise_if_stopped = staticmethod(lambda: None)
+        before_first_step = staticmethod(lambda: None)
         sums = ()  # loss and correct tokens of the step so far, on the device
 
         def get_batch_samples(self, *args, **kwargs):
             self.clock.start()
-            return super().get_batch_samples(*args, **kwargs)
+            samples = super().get_batch_samples(*args, **kwargs)
+            if self.state.global_step == 0:
+                self.before_first_step()
+            return samples
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            self.raise_if_stopped()
             if num_items_in_batch is None:
                 raise RuntimeError("num_items_in_batch is missing: means would be per micro-batch")
             loss, correct = batch_loss(
@@ -93,8 +102,14 @@ def train(
     memory: measure.TorchMemory,
     plan: Plan,
     recorder: Recorder,
+    start: Tensors | None = None,
 ) -> None:
-    """Carry out the plan through SFTTrainer, each optimizer step into `recorder`."""
+    """Carry out the plan through SFTTrainer, each optimizer step into `recorder`.
+
+    `start` is the checkpoint to go on from; the recorder then has the steps made before, and the
+    plan those that are left. Needs none of the Trainer's own checkpoints: its position is that of
+    the plan, and the learning rate a function of the step's number.
+    """
     import torch
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -103,6 +118,7 @@ def train(
 
     update = recipe.optimizer("torch", settings["recipe"])
     peak, steps = settings["learning_rate"], settings["optimizer_steps"]
+    done_before = len(recorder.steps)
 
     def rate(step: int) -> float:
         return recipe.learning_rate(
@@ -113,7 +129,8 @@ def train(
             schedule=update.schedule,
         )
 
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    named = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    parameters = list(named.values())
     adamw = torch.optim.AdamW(
         parameters,
         lr=peak,
@@ -122,8 +139,12 @@ def train(
         weight_decay=settings["weight_decay"],
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        adamw, lambda done: rate(min(done + 1, steps)) / peak
+        adamw, lambda done: rate(min(done_before + done + 1, steps)) / peak
     )
+    if start:
+        restore(named, adamw, start)
+    if not len(plan.order):
+        return
     waiting: deque[Batch] = deque()  # made by the collator, not yet part of a finished step
 
     def collate(rows: list[dict]) -> dict:
@@ -173,7 +194,7 @@ def train(
             recorder.record(
                 self.loss,
                 self.correct,
-                rate(state.global_step),
+                rate(done_before + state.global_step),
                 self.norm,
                 seconds,
                 self.micro_batches,
@@ -181,9 +202,10 @@ def train(
             )
 
     rows = plan.order.reshape(-1).tolist()
+    left = {**settings, "optimizer_steps": len(plan.order)}
     trainer = trainer_class()(
         model=model,
-        args=SFTConfig(**sft_arguments(device, settings, settings["state_folder"])),
+        args=SFTConfig(**sft_arguments(device, left, settings["state_folder"])),
         train_dataset=Dataset(
             InMemoryTable.from_pydict({"row": rows}), fingerprint=f"rows-{len(rows)}"
         ),
@@ -193,9 +215,75 @@ def train(
         callbacks=[Steps()],
     )
     trainer.scale = precision.LossScale.for_dtype(dtype)
+    trainer.raise_if_stopped = recorder.raise_if_stopped
     trainer.remove_callback(PrinterCallback)
+    recorder.snapshot = lambda: {
+        "adapter": to_host(named),
+        "optimizer": optimizer_state(adamw, named),
+        "loss_scale": trainer.scale.as_arrays(),
+        "random": to_host(random_state(device)),
+    }
+    if start:
+        trainer.scale.restore(start["loss_scale"])
+        # After the data loader has drawn its seed, so that the stream goes on as it would have.
+        trainer.before_first_step = lambda: set_random_state(start["random"])
     trainer.clock = measure.StepClock(synchronizer(device))
     trainer.train()
+
+
+def to_host(tensors: dict) -> dict[str, np.ndarray]:
+    """Copy tensors into arrays of their own."""
+    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in tensors.items()}
+
+
+def optimizer_state(optimizer, named: dict) -> dict[str, np.ndarray]:
+    """Return what an optimizer keeps of each parameter, as "<parameter>|<key>" -> array."""
+    return to_host(
+        {
+            f"{name}|{key}": value
+            for name, parameter in named.items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+    )
+
+
+def restore(named: dict, optimizer, start: Tensors) -> None:
+    """Put parameters and optimizer state of a checkpoint where `optimizer_state` read them."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.copy_(torch.from_numpy(start["adapter"][name]))
+    for place, array in start["optimizer"].items():
+        name, _, key = place.rpartition("|")
+        value = torch.from_numpy(array)
+        # The count of steps stays on the host, where AdamW keeps it.
+        optimizer.state[named[name]][key] = value if key == "step" else value.to(named[name].device)
+
+
+def random_state(device: str) -> dict:
+    """Return the states of torch's generators: the host's and the device's."""
+    import torch
+
+    states = {"cpu": torch.get_rng_state()}
+    if device == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    if device == "mps":
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def set_random_state(states: Mapping[str, np.ndarray]) -> None:
+    """Set the generators to what `random_state` returned."""
+    import torch
+
+    setters = {
+        "cpu": torch.set_rng_state,
+        "cuda": torch.cuda.set_rng_state,
+        "mps": torch.mps.set_rng_state,
+    }
+    for name, state in states.items():
+        setters[name](torch.from_numpy(state))
 
 
 def synchronizer(device: str) -> Callable[[], None]:
