@@ -4,16 +4,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 JOB = """
 import json
-from workflow_scripts.lib import joblog
+from workflow_scripts.lib import guard, joblog
 from workflow_scripts.lib.launch import train_and_publish
 
 with open("job.json") as file:
     arguments = json.load(file)
+guard.GRACE_SECONDS = arguments.pop("grace_seconds")
 with joblog.to_file(arguments["log_file"]):
     train_and_publish(**arguments)
 """
@@ -42,7 +44,9 @@ LIMITS = {
 class Job:
     """One job in a folder of its own; `trainer` is the source of the module that is the child."""
 
-    def __init__(self, folder, trainer, state="state/run", settings=None, limits=None):
+    def __init__(
+        self, folder, trainer, state="state/run", settings=None, limits=None, grace_seconds=3
+    ):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.state = self.folder / state
@@ -68,6 +72,7 @@ class Job:
             "memory_file": "out/memory.jsonl",
             "adapter_folder": "out/adapter",
             "log_file": "job.log",
+            "grace_seconds": grace_seconds,
         }
         self.write()
 
@@ -107,3 +112,10 @@ class Job:
     def samples(self):
         lines = (self.state / "memory.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+
+def wait_until(true, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"still not so after {seconds} s"
+        time.sleep(0.05)

@@ -65,17 +65,26 @@ def write(folder: str | Path, step: int, identity: dict, tensors: Tensors, progr
 
 
 def latest(
-    folder: str | Path, identity: dict, refuse: Callable[[str], None] = lambda reason: None
+    folder: str | Path,
+    identity: dict,
+    steps_written: int,
+    refuse: Callable[[str], None] = lambda reason: None,
 ) -> Checkpoint | None:
-    """Return the last good checkpoint of a run, or None; `refuse` is told why others are not."""
+    """Return the last good checkpoint of a run, or None; `refuse` is told why others are not.
+
+    A checkpoint needs the lines of its steps: so many of them were found.
+    """
     for path in _newest_first(Path(folder)):
         try:
             progress = read_whole(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             refuse(f"checkpoint {path.name} is damaged: {error}")
             continue
         if difference := differences(progress["identity"], identity):
             refuse(f"checkpoint {path.name} is of another run: {difference}")
+            continue
+        if progress["step"] > steps_written:
+            refuse(f"checkpoint {path.name} has lost the lines of its steps in steps.jsonl")
             continue
         return Checkpoint(path, progress["step"], progress)
     return None

@@ -305,8 +305,9 @@ def _end_tree(child: subprocess.Popen, tree: meters.ProcessTree) -> None:
     tree.list()
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
+    child.kill()
+    child.wait()  # before the tree does, which would take its exit code
     tree.kill()
-    child.wait()
 
 
 def _is_snakemake(process: psutil.Process) -> bool:

@@ -111,13 +111,10 @@ def prepare_state(state: Path, identity: dict) -> str | None:
     """
     _remove(state, OF_AN_ATTEMPT)
     refused: list[str] = []
-    found = checkpoints.latest(state / CHECKPOINTS, identity, refused.append)
+    steps = len(measure.read_steps(state / "steps.jsonl"))
+    found = checkpoints.latest(state / CHECKPOINTS, identity, steps, refused.append)
     for reason in refused:
         announce(reason)
-    if found and len(measure.read_steps(state / "steps.jsonl")) < found.step:
-        announce(f"checkpoint {found.folder.name} has lost the lines of its steps in steps.jsonl")
-        refused.append("")
-        found = None
     if found:
         announce(f"going on from the checkpoint after step {found.step}")
         return str(found.folder)
