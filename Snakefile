@@ -32,3 +32,8 @@ onstart:
 
 onsuccess:
     show_summary()
+    show_retry()
+
+
+onerror:
+    show_retry()

@@ -1,12 +1,14 @@
 """The checked study, its paths, and the functions that the other files share."""
 
 import importlib.util
+import json
 import os
 import shlex
 import sys
 from pathlib import Path
 
 import yaml
+from rules.retry import retry_command
 from rules.sources import sources_of
 from rules.study import ConfigError, load_study
 from rules.yaml_files import refuse_repeated_keys
@@ -201,6 +203,23 @@ def leave_runs():
         for run in study.runs
     ]
     write_json(Path("results", study.name, "state/runs.json"), {"runs": runs})
+
+
+def show_retry():
+    """Print the command that tries the runs again that ended without a result of their training."""
+    retry = retry_command(
+        {run.folder: row_of(run) for run in study.runs},
+        f"results/{study.name}",
+        [str(file) for file in workflow.overwrite_configfiles or []],
+        dict(workflow.config_settings.config),
+    )
+    if retry:
+        print(f"\n{retry}", file=sys.stderr)
+
+
+def row_of(run):
+    file = Path("results", study.name, "runs", run.folder, "row.json")
+    return json.loads(file.read_text("utf-8")) if file.is_file() else None
 
 
 def show_summary():

@@ -111,13 +111,13 @@ def watched(run):
     def load(settings, config):
         engine = ENGINES[run["engine"]](settings, config)
 
-        def train(plan, steps):
+        def train(plan, steps, start):
             def batch(rows):
                 asked.append([int(row) for row in rows])
                 return plan.batch(rows)
 
             orders.append(plan.order)
-            engine.train(plan._replace(batch=batch), steps)
+            engine.train(plan._replace(batch=batch), steps, start)
 
         return engine._replace(train=train)
 

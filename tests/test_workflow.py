@@ -329,6 +329,48 @@ def test_after_kill_9_the_same_command_completes_with_each_step_once(restored, b
     assert step_numbers(published) == list(range(1, 151))
 
 
+OUT_OF_MEMORY = """
+import resource
+
+resource.setrlimit(resource.RLIMIT_AS, (3_000_000_000,) * 2)
+kept = bytes(6_000_000_000)
+"""
+
+
+def test_out_of_memory_is_a_result_and_the_command_to_try_again_is_shown(restored):
+    module = "workflow_scripts/lib/torch_lora.py"
+    restored.write_study(STUDY.replace("study: small", "study: poor"))
+    path = restored.folder / module
+    path.write_text(OUT_OF_MEMORY + path.read_text("utf-8"))
+    try:
+        done = restored.run("all")
+        row = "results/poor/runs/torch/tiny/128/seed0/row.json"
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert json.loads((restored.folder / row).read_text())["status"] == "oom"
+        summary = (restored.folder / "results/poor/summary.md").read_text("utf-8")
+        said = "torch, tiny, 128 tokens (seed0): oom. MemoryError, after step 0 of 3; try micro_batch 2"
+        assert said in summary
+        assert re.search(r"\| mlx-4bit .* ok ", summary)
+        assert "Not ok: torch/tiny/128/seed0 (oom). To try them again:" in done.stderr
+        command = f"snakemake --cores 1 all -R {row} --configfile small.yaml"
+        assert command in done.stderr
+        assert restored.plan() == {}, "it is a result, so nothing is missing"
+        words = command.removesuffix(" --configfile small.yaml").split()[3:]
+        assert restored.plan(*words) == {"train_torch": 1, **dict.fromkeys(AFTER_TRAINING, 1)}
+    finally:
+        restored.restore(module)
+
+
+def test_other_limits_and_other_checkpoints_retrain_nothing(restored):
+    limits = "memory: {limit_bytes: 9000000000, swap_growth_bytes: null}\ntraining: "
+    changed = STUDY.replace("training: ", limits).replace(
+        "warmup_steps: 1", "warmup_steps: 1, checkpoint_seconds: 7, timeout_seconds: 5000"
+    )
+    assert changed != STUDY
+    restored.write_study(changed)
+    assert restored.plan() == {}
+
+
 def wait_until(true, seconds):
     deadline = time.monotonic() + seconds
     while not true():
