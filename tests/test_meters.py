@@ -1,9 +1,11 @@
 """Meters of memory, on literal texts of systems that are not here and on this one."""
 
+import math
 import os
 import struct
 import subprocess
 import sys
+from collections import namedtuple
 
 import psutil
 import pytest
@@ -65,9 +67,12 @@ def test_a_mac_is_asked_for_each_process(monkeypatch):
             buffer[:] = struct.pack("=16s10Q", b"", *[0] * 7, pid * 1000, 0, 0)
             return 0
 
+    Process = namedtuple("Process", "pid")
     monkeypatch.setattr(meters, "_libproc", Library)
     monkeypatch.setattr(meters.sys, "platform", "darwin")
-    assert meters.footprint([1, 2, 3]) == 3000
+    tree = meters.ProcessTree(os.getpid())
+    tree.members, tree.listed = {Process(pid): None for pid in (1, 2, 3)}, math.inf
+    assert tree.footprint() == 3000
 
 
 def test_the_footprint_of_one_process_is_what_it_takes():

@@ -12,13 +12,13 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 SECONDS_BETWEEN_LISTINGS = 5.0  # a listing walks over all processes of the machine
+SECONDS_PER_SECOND_OF_LOOKING = 100
 RUSAGE_INFO_V0 = 0
 RUSAGE_BYTES = 96  # struct rusage_info_v0 in <sys/resource.h>
 FOOTPRINT_AT = 16 + 7 * 8  # after the UUID and seven 64-bit counters
@@ -33,6 +33,8 @@ class ProcessTree:
     def __init__(self, pid: int) -> None:
         self.members: dict[psutil.Process, None] = {}  # in the order of their discovery
         self.listed = float("-inf")
+        self.own_share = 1.0  # of the resident bytes, pages in common counted once
+        self.next_look = float("-inf")
         with suppress(psutil.Error):
             self.members[psutil.Process(pid)] = None
 
@@ -40,7 +42,24 @@ class ProcessTree:
         """Return the bytes that the tree takes; 0 once it is gone."""
         if time.monotonic() - self.listed >= SECONDS_BETWEEN_LISTINGS:
             self.list()
-        return footprint([process.pid for process in self.members])
+        pids = [process.pid for process in self.members]
+        if sys.platform == "darwin":
+            return sum(map(_physical_footprint, pids))
+        resident = sum(map(_resident_bytes, pids))
+        if len(pids) <= 1 or not resident:
+            return resident
+        if time.monotonic() >= self.next_look:
+            self._look_for_common_pages(pids, resident)
+        return round(resident * self.own_share)
+
+    def _look_for_common_pages(self, pids: list[int], resident: int) -> None:
+        """Linux walks over all pages to tell, 0.1 s for 10 GB: so it is asked now and then."""
+        started = time.monotonic()
+        self.own_share = (
+            sum(_proportional_bytes(pid) or _resident_bytes(pid) for pid in pids) / resident
+        )
+        now = time.monotonic()
+        self.next_look = now + SECONDS_PER_SECOND_OF_LOOKING * (now - started)
 
     def list(self) -> list[psutil.Process]:
         """Look for processes anew; return those that are alive."""
@@ -58,16 +77,6 @@ class ProcessTree:
                 with suppress(psutil.Error):
                     process.kill()
             psutil.wait_procs(living, timeout=1)
-
-
-def footprint(pids: Iterable[int]) -> int:
-    """Return the bytes that processes take together; those that are gone count nothing."""
-    pids = list(pids)
-    if sys.platform == "darwin":
-        return sum(map(_physical_footprint, pids))
-    if len(pids) == 1:
-        return _resident_bytes(pids[0])
-    return sum(_proportional_bytes(pid) or _resident_bytes(pid) for pid in pids)
 
 
 def swap_used_bytes() -> int:
