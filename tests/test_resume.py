@@ -161,7 +161,7 @@ def state(tmp_path):
     others = dict.fromkeys(others.split(), 1)
     text = "".join(json.dumps({**line, **others}) + "\n" for line in lines)
     (tmp_path / "steps.jsonl").write_text(text)
-    (tmp_path / "memory.jsonl").write_text('{"seconds": 3}\n')
+    (tmp_path / "memory.jsonl").write_bytes(b'{"seconds": 3}\n{"seco\n\0\0\n{"seconds": 4')
     (tmp_path / "result.json").write_text("{}")
     (tmp_path / "adapter").mkdir()
     return tmp_path
@@ -176,7 +176,7 @@ def test_a_run_goes_on_from_the_last_checkpoint_and_keeps_what_belongs_to_it(sta
     assert chosen(state) == "step-000003"
     assert "going on from the checkpoint after step 3" in capsys.readouterr().out
     assert (state / "steps.jsonl").exists()
-    assert (state / "memory.jsonl").exists()
+    assert (state / "memory.jsonl").read_text() == '{"seconds":3}\n', "the torn lines are gone"
     assert not (state / "result.json").exists()
     assert not (state / "adapter").exists()
 

@@ -185,7 +185,7 @@ class Samples:
     def __init__(self, memory_file: str | Path) -> None:
         earlier = next(reversed(last_objects(memory_file)), {})
         self.device_file = Path(memory_file).with_name(DEVICE_FILE)
-        self.seconds_before = earlier.get("seconds", 0.0)
+        self.seconds_before = self.last_seconds = earlier.get("seconds", 0.0)
         self.peak_process_bytes = earlier.get("peak_process_bytes", 0)
         self.swap_growth_bytes = earlier.get("swap_growth_bytes", 0)
         self.swap_before = meters.swap_used_bytes()
@@ -211,8 +211,10 @@ class Samples:
         self.available = [*self.available[-2:], meters.available_bytes()]
         self.peak_process_bytes = max(self.peak_process_bytes, process_bytes)
         self.swap_growth_bytes = max(self.swap_growth_bytes, swap_bytes - self.swap_before)
+        now = round(self.seconds_before + self.seconds, 3)
+        self.last_seconds = max(now, self.last_seconds + 0.001)  # no two samples at one time
         return {
-            "seconds": round(self.seconds_before + self.seconds, 3),
+            "seconds": round(self.last_seconds, 3),
             "process_bytes": process_bytes,
             "peak_process_bytes": self.peak_process_bytes,
             "available_bytes": self.available[-1],

@@ -11,7 +11,7 @@ from pathlib import Path
 from workflow_scripts.lib import batches, checkpoints, device_lock, endings, guard, live, measure
 from workflow_scripts.lib.adapter_card import adapter_card
 from workflow_scripts.lib.joblog import announce, say
-from workflow_scripts.lib.jsonl import read_json, write_json
+from workflow_scripts.lib.jsonl import read_json, write_json, write_jsonl
 from workflow_scripts.lib.limits import Limits
 from workflow_scripts.lib.machine import describe_machine, usable_cores
 from workflow_scripts.lib.rows import make_row
@@ -117,6 +117,7 @@ def prepare_state(state: Path, identity: dict) -> str | None:
         announce(reason)
     if found:
         announce(f"going on from the checkpoint after step {found.step}")
+        _mend(state / "memory.jsonl")
         return str(found.folder)
     if refused:
         announce("starting from the first step")
@@ -152,7 +153,7 @@ def _run_trainer(
 ) -> dict:
     state = Path(settings["state_folder"])
     write_json(state / "settings.json", settings)
-    if not (state / "started.json").exists():
+    if "started_at" not in live.read_object(state / "started.json"):
         now = datetime.now(UTC).isoformat(timespec="seconds")
         write_json(state / "started.json", {"started_at": now})
     ending = guard.run_child(
@@ -240,6 +241,12 @@ def _publish_folder(source: Path, target: Path) -> None:
     else:
         temporary.mkdir(parents=True)
     os.replace(temporary, target)
+
+
+def _mend(file: Path) -> None:
+    """Keep the whole lines of a file that goes on: after a power cut there may be others."""
+    if file.is_file():
+        write_jsonl(file, list(live.whole_objects(file.read_bytes().split(b"\n"))))
 
 
 def _remove(state: Path, names: Iterable[str]) -> None:

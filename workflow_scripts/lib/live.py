@@ -202,7 +202,18 @@ def last_objects(path: str | Path) -> list[dict]:
             lines = file.read(TAIL_BYTES).split(b"\n")
     except OSError:
         return []
-    return list(_objects(lines[1 if start else 0 : -1]))  # both ends may be half a line
+    return list(whole_objects(lines[1 if start else 0 : -1]))  # both ends may be half a line
+
+
+def whole_objects(lines: Iterable[bytes]) -> Iterator[dict]:
+    """Yield the objects among lines of JSON; a crash may have left half a line, or zeros."""
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value
 
 
 def read_object(path: str | Path) -> dict:
@@ -331,13 +342,3 @@ def _settled(steps: list[dict]) -> list[dict]:
 
 def _last_steps(path: Path) -> list[dict]:
     return [step for step in last_objects(path) if step.keys() >= STEP_KEYS][-RECENT_STEPS:]
-
-
-def _objects(lines: Iterable[bytes]) -> Iterator[dict]:
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value
