@@ -316,7 +316,7 @@ def uninterrupted(tmp_path_factory, tiny):
 
 @pytest.mark.parametrize(
     ("engine", "who"),
-    [("torch", "parent"), ("torch", "ctrl-c"), ("mlx", "child"), ("mlx", "parent")],
+    [("torch", "parent"), ("torch", "ctrl-c"), ("mlx", "child")],
 )
 def test_after_a_kill_the_same_job_ends_as_if_nothing_had_happened(
     tmp_path, tiny, uninterrupted, engine, who

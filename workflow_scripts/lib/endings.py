@@ -24,7 +24,7 @@ OUT_OF_MEMORY = re.compile(
             r"torch\.(cuda\.)?OutOfMemoryError",
             r"(CUDA|CUBLAS|CUDNN)\w* error: (out of memory|CUBLAS_STATUS_ALLOC_FAILED)",
             r"CUDNN_STATUS_ALLOC_FAILED",
-            r"cuda\w*(\([^)]*\))? failed: out of memory",  # MLX, CUDA
+            r"\bcu\w+(\(.*\))? failed: (CUDA_ERROR_OUT_OF_MEMORY|out of memory)",  # MLX, CUDA
             r"kIOGPUCommandBufferCallbackErrorOutOfMemory",  # torch and MLX, Metal
             r"\[METAL\] Command buffer execution failed: Insufficient Memory",
             r"\[metal::malloc\] (Attempting to allocate|Resource limit)",
