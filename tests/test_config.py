@@ -46,6 +46,15 @@ def load(changes=""):
         ("backends: {torch: {engine: torch, bits: 4}}", "bits 4 is for engine mlx"),
         ("backends: {torch: {engine: torch, bits: 5}}", "allowed are: 4, 8, null"),
         ("backends: {torch: {engine: torch, device: metal}}", "allowed are: auto, mps, cuda, cpu"),
+        ("memory: {limit_byte: 1}", "memory.limit_byte: unknown key, did you mean 'limit_bytes'?"),
+        ("memory: {limit_bytes: 0}", "memory.limit_bytes: found 0, expected at least 1"),
+        ("memory: {swap_window_seconds: null}", "swap_window_seconds: found None, expected number"),
+        ("memory: {mps_watermark: 0}", "mps_watermark: 0 takes away PyTorch's own limit"),
+        ("memory: {mps_watermark: 0.0}", "it needs memory.limit_bytes; set both, or neither"),
+        (
+            "training: {timeout_seconds: 0}",
+            "training.timeout_seconds: found 0, expected more than 0",
+        ),
         ("runs: []", "runs: has 0 entries, and needs at least 1"),
         ("runs: [{backend: torch, model: tiny}]", "runs[1]: the key 'context' is missing"),
         (
@@ -209,3 +218,20 @@ def test_every_key_of_the_schema_is_described():
 @pytest.mark.parametrize("file", ["config.yaml", *sorted(ROOT.glob("studies/*.yaml"))])
 def test_shipped_studies_are_valid(file):
     load_study(yaml.safe_load((ROOT / file).read_text("utf-8")), SCHEMA)
+
+
+def test_limits_are_beside_the_settings_and_need_no_variant():
+    study = load(
+        "memory: {limit_bytes: 9000000000, mps_watermark: 0}\n"
+        "runs: [{backend: torch, model: tiny, context: 256, timeout_seconds: 60}]"
+    )
+    assert study.memory == {
+        "limit_bytes": 9_000_000_000,
+        "swap_growth_bytes": 2_000_000_000,
+        "swap_window_seconds": 30,
+        "mps_watermark": 0,
+    }
+    (run,) = study.runs
+    assert run.limits == {"checkpoint_seconds": 300, "timeout_seconds": 60}
+    assert run.variant == "seed0"
+    assert not run.limits.keys() & run.settings.keys()

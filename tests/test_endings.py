@@ -31,7 +31,7 @@ OUT_OF_MEMORY = {
     "mlx, any": "RuntimeError: [malloc] Unable to allocate 40000000000 bytes.",
     "mlx on metal, older": "RuntimeError: [malloc_or_wait] Unable to allocate 40000 bytes.",
     "mlx on cuda": "RuntimeError: cudaMallocAsync(&data, size, stream) failed: out of memory",
-    "mlx on cuda, pinned": "RuntimeError: cudaMallocHost(&buf, sizeof(uint32_t)) failed: out of memory",
+    "mlx on cuda, host": "RuntimeError: cudaMallocHost(&b, sizeof(int)) failed: out of memory",
     "numpy": "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.28 TiB for an array",
     "python": "MemoryError",
     "c++": "terminate called after throwing an instance of 'std::bad_alloc'",
